@@ -1,0 +1,45 @@
+"""Train and fine-tune models that fit neither the accelerator nor RAM.
+
+Names are loaded on first use, so that ``offload plan`` starts without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# name -> the module that defines it; the module itself where both are the same word
+_HOME = {
+    "ConfigError": "errors",
+    "OffloadError": "errors",
+    "PlanError": "errors",
+    "TransferError": "errors",
+    "CheckpointError": "errors",
+    "StoreError": "errors",
+    "OffloadConfig": "config",
+    "aio": "aio",
+    "kernels": "optim.kernels",
+}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+if TYPE_CHECKING:
+    from . import aio
+    from .config import OffloadConfig
+    from .errors import CheckpointError, ConfigError, OffloadError, PlanError, StoreError, TransferError
+    from .optim import kernels
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'offload' has no attribute {name!r}")
+    module = importlib.import_module(f".{_HOME[name]}", __name__)
+    value = module if _HOME[name].rpartition(".")[2] == name else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,62 @@
+"""Builds the two extensions. Everything else about the package is in pyproject.toml.
+
+The objects are built for the baseline instruction set of the machine's architecture. Only the kernel
+files named in ISA_FLAGS are compiled for more, and their code is entered after a check at run time:
+a wheel built here never dies of an illegal instruction elsewhere.
+"""
+
+import platform
+from pathlib import Path
+from typing import Any
+
+from pybind11.setup_helpers import Pybind11Extension, build_ext
+from setuptools import setup
+
+CSRC = "aio_csrc"
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+ISA_FLAGS: dict[str, list[str]] = {
+    "adam_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    "adam_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
+}
+COMMON_FLAGS = ["-O3", "-g1", "-Wall", "-Wextra", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
+
+
+def sources(*patterns: str) -> list[str]:
+    found = sorted(str(path) for pattern in patterns for path in Path(CSRC).glob(pattern))
+    return [path for path in found if IS_X86 or Path(path).name not in ISA_FLAGS]
+
+
+def extension(name: str, *patterns: str) -> Pybind11Extension:
+    headers = sorted(str(path) for path in Path(CSRC).rglob("*.h"))
+    return Pybind11Extension(
+        f"offload.{name}",
+        sources(*patterns),
+        include_dirs=[CSRC],
+        depends=headers,
+        cxx_std=20,
+        extra_compile_args=COMMON_FLAGS,
+        extra_link_args=["-pthread"],
+    )
+
+
+class BuildExtensions(build_ext):
+    """build_ext that gives the files of ISA_FLAGS their own instruction-set flags."""
+
+    def build_extensions(self) -> None:
+        compile_one = self.compiler._compile
+
+        def compile_with_isa(obj: str, src: str, ext: str, cc_args: Any, extra: list[str], pp_opts: Any) -> None:
+            compile_one(obj, src, ext, cc_args, [*extra, *ISA_FLAGS.get(Path(src).name, [])], pp_opts)
+
+        self.compiler._compile = compile_with_isa
+        super().build_extensions()
+
+
+setup(
+    ext_modules=[
+        extension("_aio", "util/*.cpp", "io/*.cpp", "bindings/aio.cpp"),
+        extension("_adam", "util/*.cpp", "optim/*.cpp", "bindings/adam.cpp"),
+    ],
+    cmdclass={"build_ext": BuildExtensions},
+)
