@@ -46,7 +46,9 @@ class BuildExtensions(build_ext):
     def build_extensions(self) -> None:
         compile_one = self.compiler._compile
 
-        def compile_with_isa(obj: str, src: str, ext: str, cc_args: Any, extra: list[str], pp_opts: Any) -> None:
+        def compile_with_isa(
+            obj: str, src: str, ext: str, cc_args: Any, extra: list[str], pp_opts: Any
+        ) -> None:
             compile_one(obj, src, ext, cc_args, [*extra, *ISA_FLAGS.get(Path(src).name, [])], pp_opts)
 
         self.compiler._compile = compile_with_isa

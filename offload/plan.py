@@ -1,0 +1,356 @@
+"""Computes every size, slot count and home before step 1; says yes with a table or no with sums.
+
+Pure: sizes in, sizes out. The same plan is printed by `offload plan`, carried out by the engine, and
+compared with the ledger afterwards: `ledger == plan.bytes_moved(steps)`, byte for byte.
+
+Note [What host memory holds]
+- weights: all planes (home host), or `weight_slots` slots of the largest unit (home nvme);
+- gradients: all planes where they wait for the step, or `grad_slots` slots where the update runs in
+  backward;
+- optimizer state: all planes (home host), or a ring of `chunk_slots` chunks (home nvme);
+- activations: what the computation keeps, as estimated by whoever knows the model.
+The interpreter with torch (a few hundred MiB) is not counted: it is there before we start.
+
+Note [How much to take]
+Slots and chunks start generous and shrink until the sum fits `memory.host_bytes`. More is better for speed
+only up to a point, so a large budget is not filled: four weight slots hide the disk behind compute, and
+beyond READ_AHEAD_BYTES_MAX a deeper ring of chunks buys nothing measurable.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from .bytesize import GiB, align_up, format_bytes
+from .errors import PlanError
+from .inventory import ELEMENTS_ALIGNMENT, Inventory
+from .schedule import PrefetchScheduler, steady_fetches
+
+Home = Literal["host", "nvme"]
+Update = Literal["backward", "step"]
+
+CHUNK_ELEMENTS_MAX = 4 << 20
+CHUNK_ELEMENTS_MIN = 1 << 16
+READ_AHEAD_BYTES_MAX = 1 * GiB
+READ_AHEAD_SHARE = 1 / 8
+"""Of the host budget, for a ring of chunks deeper than CHUNK_SLOTS."""
+CHUNK_SLOTS = 4
+"""One chunk read, one updated, one written, and one more so that the reader never waits for the writer."""
+
+LinkPlane = tuple[str, str]
+"""A link and a plane: the key of a count of bytes, here and in the ledger."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSpec:
+    """One state plane: its name and bytes per element."""
+
+    name: str
+    itemsize: int
+
+
+STATE_PLANES: dict[str, tuple[PlaneSpec, ...]] = {
+    "bf16": (PlaneSpec("residual", 2), PlaneSpec("exp_avg", 4), PlaneSpec("exp_avg_sq", 4)),
+    "fp32": (PlaneSpec("exp_avg", 4), PlaneSpec("exp_avg_sq", 4)),
+}
+"""The exact format, by precision of training: what lies side by side in the extent of a chunk."""
+
+WEIGHT_ITEMSIZE = {"bf16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What the configuration asks for, reduced to what sizes depend on."""
+
+    precision: Literal["bf16", "fp32"]
+    param_home: Home
+    state_home: Home
+    update: Update
+    grad_itemsize: int
+    """Bytes per element of a waiting gradient: the compute type's, or 4 where micro-batches add up in fp32."""
+    micro_batches: int
+    host_bytes: int
+    nvme_bytes: int | None = None
+    chunk_elements_max: int = CHUNK_ELEMENTS_MAX
+
+    @property
+    def state_planes(self) -> tuple[PlaneSpec, ...]:
+        return STATE_PLANES[self.precision]
+
+    @property
+    def state_itemsize(self) -> int:
+        return sum(plane.itemsize for plane in self.state_planes)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Elements [begin, end) of a unit's trainable region: read, updated and written as one."""
+
+    index: int
+    unit: int
+    begin: int
+    end: int
+
+    @property
+    def elements(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLine:
+    """One row of the table: `count` pieces of `size` bytes for one purpose in one tier."""
+
+    tier: str
+    purpose: str
+    count: int
+    size: int
+
+    @property
+    def total(self) -> int:
+        return self.count * self.size
+
+    def __str__(self) -> str:
+        pieces = (
+            f"{self.count} x {format_bytes(self.size)} " if self.count != 1 else f"{format_bytes(self.size)} "
+        )
+        return pieces + self.purpose
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Every size of a run. Build it with :meth:`build`."""
+
+    placement: Placement
+    inventory: Inventory
+    weight_slots: int
+    grad_slots: int
+    chunk_elements: int
+    chunk_slots: int
+
+    # -- building -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def build(cls, placement: Placement, inventory: Inventory) -> MemoryPlan:
+        """The most generous plan that fits the budgets.
+
+        Raises:
+            PlanError: nothing fits; the message has the sum of the smallest plan and the setting that fits.
+        """
+        if not inventory.trainable_parameters:
+            raise PlanError(
+                f"the model has {inventory.parameters} parameters and none is trainable;"
+                " set requires_grad on what should be trained, or use the model without an engine"
+            )
+        smallest = None
+        for plan in cls._candidates(placement, inventory):
+            if plan.bytes_total("host") <= placement.host_bytes:
+                break
+            smallest = plan
+        else:
+            if smallest is None:
+                raise AssertionError("no candidate plan")
+            raise PlanError(smallest._refusal())
+        if placement.nvme_bytes is not None and plan.bytes_total("nvme") > placement.nvme_bytes:
+            raise PlanError(
+                f"the nvme tier needs {plan._sum('nvme')}; memory.nvme_bytes is"
+                f" {format_bytes(placement.nvme_bytes)}; the smallest that works is {plan.bytes_total('nvme')}"
+            )
+        return plan
+
+    @classmethod
+    def _candidates(cls, placement: Placement, inventory: Inventory) -> Iterator[MemoryPlan]:
+        """Plans from the largest to the smallest. See Note [How much to take]."""
+        largest_unit = max(unit.elements for unit in inventory.units)
+        wanted = max(placement.chunk_elements_max, ELEMENTS_ALIGNMENT)
+        sizes = [min(align_up(wanted, ELEMENTS_ALIGNMENT), largest_unit)]
+        while sizes[-1] > CHUNK_ELEMENTS_MIN:
+            sizes.append(align_up(sizes[-1] // 2, ELEMENTS_ALIGNMENT))
+        units = len(inventory.units)
+        for weight_slots, grad_slots in ((4, 2), (3, 2), (3, 1), (2, 1)):
+            for chunk_elements in sizes:
+                plan = cls(
+                    placement,
+                    inventory,
+                    min(weight_slots, units),
+                    min(grad_slots, units),
+                    chunk_elements,
+                    CHUNK_SLOTS,
+                )
+                if chunk_elements == sizes[0]:
+                    yield plan._deepened()
+                yield plan
+                if placement.state_home == "host":
+                    break  # the chunk size costs no memory there
+        yield replace(plan, chunk_slots=2)
+
+    def _deepened(self) -> MemoryPlan:
+        """With a ring of chunks that reads far ahead, as far as the budget's share allows."""
+        chunk_bytes = self.chunk_elements * self.placement.state_itemsize
+        share = min(READ_AHEAD_BYTES_MAX, int(self.placement.host_bytes * READ_AHEAD_SHARE))
+        slots = max(self.chunk_slots, min(share // chunk_bytes, len(self.chunks)))
+        return replace(self, chunk_slots=slots)
+
+    def _refusal(self) -> str:
+        placement = self.placement
+        need = self.bytes_total("host")
+        alternatives: list[tuple[str, Placement]] = []
+        if placement.state_home == "host":
+            alternatives.append(('offload_optimizer.device "nvme"', replace(placement, state_home="nvme")))
+        if placement.param_home == "host":
+            alternatives.append(('offload_param.device "nvme"', replace(placement, param_home="nvme")))
+        if placement.update == "step" and placement.micro_batches == 1:
+            alternatives.append(
+                ('offload_optimizer.update "backward"', replace(placement, update="backward"))
+            )
+        everything = replace(placement, state_home="nvme", param_home="nvme")
+        alternatives.append(("both devices on nvme", everything))
+        if placement.micro_batches == 1:
+            alternatives.append(
+                ('both on nvme with update "backward"', replace(everything, update="backward"))
+            )
+        hint = f"the smallest budget that works is {need}"
+        for name, other in alternatives:
+            smallest = list(self._candidates(other, self.inventory))[-1].bytes_total("host")
+            if smallest <= placement.host_bytes:
+                hint = f"{name} fits"
+                break
+        return (
+            f"host memory needs at least {format_bytes(need)} = {self._sum('host')};"
+            f" memory.host_bytes is {format_bytes(placement.host_bytes)}; {hint}"
+        )
+
+    # -- sizes --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """All chunks, unit by unit; a unit without trainable parameters has none."""
+        chunks: list[Chunk] = []
+        for unit, layout in enumerate(self.inventory.units):
+            for begin in range(0, layout.elements, self.chunk_elements):
+                end = min(begin + self.chunk_elements, layout.elements)
+                chunks.append(Chunk(len(chunks), unit, begin, end))
+        return tuple(chunks)
+
+    @cached_property
+    def chunks_of(self) -> tuple[tuple[Chunk, ...], ...]:
+        """The chunks of each unit."""
+        grouped: list[list[Chunk]] = [[] for _ in self.inventory.units]
+        for chunk in self.chunks:
+            grouped[chunk.unit].append(chunk)
+        return tuple(tuple(group) for group in grouped)
+
+    def chunk_bytes(self, chunk: Chunk) -> int:
+        """Bytes of the chunk's state extent."""
+        return chunk.elements * self.placement.state_itemsize
+
+    @cached_property
+    def lines(self) -> tuple[PlanLine, ...]:
+        """Every purpose in every tier. See Note [What host memory holds]."""
+        placement, inventory = self.placement, self.inventory
+        state_bytes = inventory.elements * placement.state_itemsize
+        unit_elements_max = max(unit.elements for unit in inventory.units)
+        lines: list[PlanLine] = []
+        if placement.param_home == "host":
+            lines.append(PlanLine("host", "weights", 1, inventory.weight_bytes))
+        else:
+            slot = max(unit.weight_bytes for unit in inventory.units)
+            lines.append(PlanLine("host", "weight slots", self.weight_slots, slot))
+            lines.append(PlanLine("nvme", "weights", 1, inventory.weight_bytes))
+        if placement.update == "backward":
+            lines.append(
+                PlanLine(
+                    "host", "gradient slots", self.grad_slots, unit_elements_max * placement.grad_itemsize
+                )
+            )
+        else:
+            lines.append(PlanLine("host", "gradients", 1, inventory.elements * placement.grad_itemsize))
+        if placement.state_home == "host":
+            lines.append(PlanLine("host", "optimizer state", 1, state_bytes))
+        else:
+            size = self.chunk_elements * placement.state_itemsize
+            lines.append(PlanLine("host", "optimizer state chunks", self.chunk_slots, size))
+            lines.append(PlanLine("nvme", "optimizer state", 1, state_bytes))
+        if inventory.activation_bytes:
+            lines.append(PlanLine("host", "activations", 1, inventory.activation_bytes))
+        return tuple(lines)
+
+    def bytes_total(self, tier: str) -> int:
+        """Bytes this plan takes in a tier."""
+        return sum(line.total for line in self.lines if line.tier == tier)
+
+    def _sum(self, tier: str) -> str:
+        return " + ".join(str(line) for line in self.lines if line.tier == tier)
+
+    # -- traffic ------------------------------------------------------------------------------------------
+
+    def scheduler(self) -> PrefetchScheduler:
+        """The scheduler of the weights, as the engine starts with it."""
+        return PrefetchScheduler(
+            len(self.inventory.units),
+            micro_batches=self.placement.micro_batches,
+            update_reads_weights=self.placement.update == "step",
+        )
+
+    def bytes_at_start(self) -> Counter[LinkPlane]:
+        """Bytes written before step 1: weights and residuals; moments start as zeros that nobody writes."""
+        moved: Counter[LinkPlane] = Counter()
+        if self.placement.param_home == "nvme":
+            moved["nvme_write", "weight"] += self.inventory.weight_bytes
+        if self.placement.state_home == "nvme":
+            for plane in self.placement.state_planes:
+                if plane.name == "residual":
+                    moved["nvme_write", plane.name] += self.inventory.elements * plane.itemsize
+        return moved
+
+    def bytes_moved(self, steps: int) -> Counter[LinkPlane]:
+        """Bytes per link and plane in the first `steps` steps, of a model that uses its units in order.
+
+        The first step reads no moments (they are zeros) and finds no weights present.
+        """
+        moved: Counter[LinkPlane] = Counter()
+        if steps < 1:
+            return moved
+        elements = self.inventory.elements
+        if self.placement.state_home == "nvme":
+            for plane in self.placement.state_planes:
+                reads = steps if plane.name == "residual" else steps - 1
+                moved["nvme_read", plane.name] += reads * elements * plane.itemsize
+                moved["nvme_write", plane.name] += steps * elements * plane.itemsize
+        if self.placement.param_home == "nvme":
+            moved["nvme_write", "weight"] += steps * elements * self.inventory.weight_itemsize
+            for step in self._fetches(steps):
+                moved["nvme_read", "weight"] += sum(self.inventory.units[unit].weight_bytes for unit in step)
+        return +moved
+
+    def _fetches(self, steps: int) -> list[Sequence[int]]:
+        return steady_fetches(self.scheduler(), slots=self.weight_slots, steps=steps)
+
+    def report(self) -> str:
+        """The plan as a table, one line per purpose, then totals and traffic."""
+        inventory, placement = self.inventory, self.placement
+        rows = [
+            f"{inventory.parameters / 1e6:,.1f} M parameters in {len(inventory.units)} units,"
+            f" {inventory.trainable_parameters / 1e6:,.1f} M trainable;"
+            f" {placement.precision}, update in {placement.update},"
+            f" {len(self.chunks)} chunks of up to {self.chunk_elements / 1e6:.2f} M elements"
+        ]
+        for tier, budget in (("host", placement.host_bytes), ("nvme", placement.nvme_bytes)):
+            lines = [line for line in self.lines if line.tier == tier]
+            for line in lines:
+                rows.append(f"  {tier:5} {format_bytes(line.total):>10}  {line}")
+            if lines:
+                limit = f" of {format_bytes(budget)}" if budget is not None else ""
+                rows.append(f"  {tier:5} {format_bytes(self.bytes_total(tier)):>10}  in all{limit}")
+        steady = self.bytes_moved(4) - self.bytes_moved(3)
+        for link in ("nvme_read", "nvme_write"):
+            moved = sum(size for (name, _), size in steady.items() if name == link)
+            if moved:
+                per_parameter = moved / max(inventory.trainable_parameters, 1)
+                rows.append(
+                    f"  {link:11} {format_bytes(moved)} per step, {per_parameter:.2f} B per parameter"
+                )
+        return "\n".join(rows)
