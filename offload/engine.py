@@ -1,0 +1,486 @@
+"""Runs a training step: who is needed when, what waits, what is updated. Knows no modules (hooks do).
+
+Note [One step]
+`begin_forward` -> for each unit `lease` ... close -> `begin_backward` -> for each unit `before_backward`,
+`gradient_ready` for each parameter -> `end_backward` -> `step`. Every call may be missing, repeated or come
+in another order (evaluation, exceptions, branches): leases are taken on demand, and what the calls add is
+that things are there early. Units are fetched and updated ahead by `poll`, at each call.
+
+Note [Update in backward]
+Weights then change before `step()` is called, so nothing in the same backward may read a unit's weights after
+its update. A unit is updated when all its trained parameters have a gradient: each use of a weight in the
+graph has then been differentiated. A unit used several times, or holding a tied weight, may get further
+gradients from a recomputed (reentrant) part, and waits for the end of backward. A gradient that comes after
+all the same is an error, never a lost sum.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .errors import OffloadError, TransferError
+from .gradients import PassingGradients, WaitingGradients
+from .ledger import Ledger
+from .optim import Adam, Segment, kernels
+from .partition import Partition, StoredParam
+from .pipeline import HostStates, NvmeStates, OptimizerPipeline, StateHome, UnitUpdate
+from .plan import MemoryPlan
+from .schedule import Phase
+from .store import SwapStore
+from .tiers.host import HostTier
+from .weights import Hold, ResidentWeights, StreamedWeights
+
+logger = logging.getLogger("offload")
+
+BACKWARD_HOLDS_MAX = 2
+"""Units kept for their backward at once: the one being differentiated, and the one before it, whose last
+gradients may still be on their way."""
+
+Source = Callable[[StoredParam], torch.Tensor]
+
+
+class OffloadEngine:
+    """Everything of one model in training, from its first byte on the way to its last."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        plan: MemoryPlan,
+        *,
+        groups: Sequence[dict[str, Any]],
+        adamw_mode: bool,
+        clip_norm: float,
+        store: SwapStore | None,
+        ledger: Ledger,
+        source: Source,
+    ) -> None:
+        """Brings all parameters home, unit by unit.
+
+        Args:
+            groups: the optimizer's live `param_groups`; lr, betas, eps and weight_decay are read at each update.
+            clip_norm: gradients are clipped to this global norm before the update; 0 is off.
+            store: where planes homed on nvme go; the engine owns it from now on.
+            source: initial values of a parameter; asked once for each, and may free them afterwards.
+        """
+        self.plan, self.ledger = plan, ledger
+        self.partition, self.groups, self.clip_norm = partition, groups, clip_norm
+        self.grad_norm: float | None = None
+        """Global norm of the gradients of the last step, before clipping."""
+        self._store = store
+        self._host = HostTier()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._in_backward = False
+        self._holds: dict[int, Hold] = {}  # of units in backward, oldest first
+        self._updated: set[int] = set()  # units updated in this step, where the update runs in backward
+        self._shared: set[int] = {  # see Note [Update in backward]
+            stored.unit for stored in partition.of_param.values() if len(stored.names) > 1
+        }
+        self._used_twice: set[int] = set()
+        self._versions = [0] * len(partition.units)
+        self._first_forward: float | None = None
+        self._squares: list[float] = []
+
+        self._optimizer = Adam(weight_format=plan.placement.precision, adamw_mode=adamw_mode)
+        self.weights = self._make_weights()
+        states = self._make_states()
+        self.pipeline = OptimizerPipeline(self._optimizer, plan, states, self.weights, ledger)
+        itemsize = plan.placement.grad_itemsize
+        self._waiting: WaitingGradients | None = None
+        self._passing: PassingGradients | None = None
+        if plan.placement.update == "step":
+            self._waiting = WaitingGradients(partition, itemsize, self._host)
+            residuals = [plane.view(torch.uint8) for plane in self._waiting.planes]
+        else:
+            self._passing = PassingGradients(
+                partition, itemsize, plan.grad_slots, self._host, self._wait_for_gradient_slot
+            )
+            residuals = [self._passing.scratch()] * len(partition.units)
+        self._bring_home(source, residuals, states)
+        ledger.start_steps()
+
+    # -- set-up -------------------------------------------------------------------------------------------
+
+    def _make_weights(self) -> ResidentWeights | StreamedWeights:
+        units = self.plan.inventory.units
+        if self.plan.placement.param_home == "host":
+            planes = self._host.allocate("weights", [unit.weight_bytes for unit in units])
+            return ResidentWeights(self.partition, planes)
+        slot_bytes = max(unit.weight_bytes for unit in units)
+        slots = self._host.allocate("weight slots", [slot_bytes] * self.plan.weight_slots)
+        return StreamedWeights(self.partition, self.plan, slots, self._need_store(), self.ledger, self._reclaim)
+
+    def _make_states(self) -> StateHome:
+        plan = self.plan
+        if plan.placement.state_home == "host":
+            return HostStates(self._host.allocate("optimizer state", [plan.chunk_bytes(c) for c in plan.chunks]))
+        size = plan.chunk_elements * plan.placement.state_itemsize
+        ring = self._host.allocate("optimizer state chunks", [size] * plan.chunk_slots)
+        return NvmeStates(self._need_store(), ring)
+
+    def _need_store(self) -> SwapStore:
+        if self._store is None:
+            raise AssertionError("planes homed on nvme and no swap store")
+        return self._store
+
+    def _bring_home(self, source: Source, residuals: list[torch.Tensor], states: StateHome) -> None:
+        """Splits every parameter into weight and residual and sends both home.
+
+        Args:
+            residuals: scratch for each unit: bytes of gradient memory, which nobody needs yet.
+        """
+        has_residual = self.plan.placement.state_planes[0].name == "residual"
+        for unit, layout in enumerate(self.plan.inventory.units):
+            if isinstance(self.weights, StreamedWeights):
+                plane = self.weights.scratch()[: layout.weight_bytes]
+            else:
+                plane = self.weights.plane(unit)
+            residual = residuals[unit][: layout.elements * 2].view(torch.int16) if has_residual else None
+            plane.zero_()
+            if residual is not None:
+                residual.zero_()
+            for stored in self.partition.units[unit]:
+                stored.write(plane, residual, source(stored))
+                stored.param.data = stored.absent  # frees what it was given in
+            tickets = []
+            if isinstance(self.weights, StreamedWeights):
+                tickets.append(self._need_store().write_weight(unit, plane, 0, layout.weight_bytes))
+            if residual is not None:
+                for chunk in self.plan.chunks_of[unit]:
+                    part = residual[chunk.begin : chunk.end].view(torch.uint8)
+                    if isinstance(states, HostStates):
+                        states.buffers[chunk.index][: part.numel()].copy_(part)
+                    else:
+                        tickets.append(self._need_store().write_residual(chunk, part))
+            for ticket in tickets:
+                ticket.wait()
+            self.weights.refresh(unit)
+            if residual is not None:
+                residual.zero_()
+
+    # -- forward and backward -----------------------------------------------------------------------------
+
+    def begin_forward(self, *, training: bool) -> None:
+        """A forward of the model begins; with ``training``, a backward is expected to follow."""
+        with self._guard():
+            if self._first_forward is None:
+                self._first_forward = time.perf_counter()
+            self._end_backward_if_open()
+            self.weights.enter(Phase.FORWARD, training=training)
+            if training and self._waiting is not None:
+                for unit in range(len(self.partition.units)):
+                    self.pipeline.announce(unit)
+            self.poll()
+
+    def lease(self, unit: int) -> Hold:
+        """Makes a unit's weights present until the hold is closed. Waits only if they are not there."""
+        with self._guard():
+            hold = self.weights.lease(unit)
+            self.poll()
+            return hold
+
+    def use(self, unit: int) -> None:
+        """Makes a unit's weights present, without keeping them."""
+        with self._guard():
+            self.weights.use(unit)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine still serves its model."""
+        return not self._closed
+
+    def version(self, unit: int) -> int:
+        """Number of updates the unit's weights have had."""
+        return self._versions[unit]
+
+    def used_twice(self, unit: int) -> None:
+        """The unit has been used again in the same forward. See Note [Update in backward]."""
+        self._used_twice.add(unit)
+
+    def begin_backward(self) -> bool:
+        """A backward begins. False where it had begun already."""
+        if self._in_backward:
+            return False
+        with self._guard():
+            self._in_backward = True
+            self.weights.enter(Phase.BACKWARD)
+            if self._passing is not None:
+                for unit in self._backward_order():
+                    if unit not in self._updated:
+                        self.pipeline.announce(unit)
+            self.poll()
+        return True
+
+    def before_backward(self, unit: int) -> None:
+        """The unit's weights are about to be needed in backward, and stay until its gradients are complete."""
+        with self._guard():
+            hold = self._holds.pop(unit, None)
+            if hold is None:
+                while len(self._holds) >= BACKWARD_HOLDS_MAX:
+                    self._release_oldest_hold()
+                hold = self.weights.lease(unit)
+            self._holds[unit] = hold
+            self.poll()
+
+    def gradient_ready(self, stored: StoredParam) -> None:
+        """Autograd has finished ``stored.param.grad``."""
+        with self._guard():
+            if self._waiting is not None:
+                self._waiting.take(stored)
+            elif self._passing is not None:
+                self._take_passing(stored, self._passing)
+            self.poll()
+
+    def end_backward(self) -> None:
+        """Backward has ended: nothing needs to stay for it."""
+        with self._guard():
+            self._end_backward_if_open()
+            self.poll()
+
+    def poll(self) -> None:
+        """Moves on what can move without waiting."""
+        self.pipeline.run()
+        self.weights.poll()
+
+    def _take_passing(self, stored: StoredParam, passing: PassingGradients) -> None:
+        if stored.unit in self._updated:
+            raise OffloadError(
+                f"{stored.name} got a gradient after its unit was updated in this step: with update 'backward'"
+                " there may be one backward per step() and no second use in a recomputed part;"
+                " set offload_optimizer.update to 'step'"
+            )
+        passing.take(stored)
+        if passing.is_complete(stored.unit) and stored.unit not in self._shared | self._used_twice:
+            self._update_passing(stored.unit, passing)
+
+    def _update_passing(self, unit: int, passing: PassingGradients) -> None:
+        plane, params = passing.plane(unit), passing.present(unit)
+        squares = _square_sums(plane, params, whole=passing.is_complete(unit))
+        if not math.isfinite(math.fsum(squares)):
+            raise OffloadError(
+                f"a gradient of {self.plan.inventory.units[unit].name} is not finite, and with update 'backward'"
+                " other units have been updated already: this step cannot be skipped;"
+                " restart from the last checkpoint, with offload_optimizer.update 'step'"
+            )
+        self._squares.extend(squares)
+        self._updated.add(unit)
+        self.pipeline.enqueue(self._unit_update(unit, plane, params, 1.0, passing.release), begin_now=True)
+        hold = self._holds.pop(unit, None)
+        if hold is not None:
+            hold.close()
+
+    def _end_backward_if_open(self) -> None:
+        if not self._in_backward:
+            return
+        self._in_backward = False
+        while self._holds:
+            self._release_oldest_hold()
+        if self._passing is not None:
+            for unit in sorted(self._passing.units, reverse=True):
+                if unit not in self._updated:
+                    self._update_passing(unit, self._passing)
+        self._used_twice.clear()
+
+    def _backward_order(self) -> Sequence[int]:
+        if isinstance(self.weights, StreamedWeights):
+            return self.weights.mover.scheduler.order(Phase.BACKWARD)
+        return range(len(self.partition.units))[::-1]
+
+    # -- update -------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Applies the gradients. False where a gradient was not finite and the whole step was refused."""
+        with self._guard():
+            self._end_backward_if_open()
+            applied = self._step_in_backward() if self._passing is not None else self._step_now()
+            self.weights.rewind()
+            if applied:
+                self.ledger.steps += 1
+            if self._first_forward is not None:
+                self.ledger.step_seconds = time.perf_counter() - self._first_forward
+            return applied
+
+    def _step_in_backward(self) -> bool:
+        if self._passing is None:
+            raise AssertionError("no gradient slots")
+        self.pipeline.drain()
+        self.pipeline.cancel_announced()
+        applied = bool(self._updated)
+        self.grad_norm = math.sqrt(math.fsum(self._squares))
+        self._squares.clear()
+        self._updated.clear()
+        self._passing.clear_absent(self.partition.trainable)
+        return applied
+
+    def _step_now(self) -> bool:
+        if self._waiting is None:
+            raise AssertionError("no gradient planes")
+        present = [self._waiting.present(unit) for unit in range(len(self.partition.units))]
+        norm = self._norm(present)
+        self.grad_norm = norm
+        if not math.isfinite(norm):
+            self.ledger.skipped_steps += 1
+            logger.warning(
+                "step refused: a gradient is not finite; no weight, moment or step count has changed"
+                " (%d refused so far)",
+                self.ledger.skipped_steps,
+            )
+            return False
+        scale = min(1.0, self.clip_norm / (norm + 1e-6)) if self.clip_norm else 1.0
+        self.weights.enter(Phase.UPDATE)
+        for unit, params in enumerate(present):
+            update = self._unit_update(unit, self._waiting.planes[unit], params, scale, lambda unit: None)
+            self.pipeline.enqueue(update)
+        self.pipeline.drain()
+        self.pipeline.cancel_announced()
+        return any(present)
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scales all gradients so that their global norm is at most ``max_norm``; returns the norm before."""
+        if self._waiting is None:
+            raise OffloadError(
+                "gradients do not wait for step() with update 'backward': they cannot be clipped by their global"
+                " norm; set offload_optimizer.update to 'step'"
+            )
+        present = [self._waiting.present(unit) for unit in range(len(self.partition.units))]
+        norm = self._norm(present)
+        if math.isfinite(norm) and norm > max_norm:
+            for params in present:
+                for stored in params:
+                    if stored.param.grad is not None:
+                        stored.param.grad.mul_(max_norm / (norm + 1e-6))
+        return norm
+
+    def _norm(self, present: Sequence[list[StoredParam]]) -> float:
+        """Global norm of the gradients that are there: one order of additions, whatever the tiers."""
+        if self._waiting is None:
+            raise AssertionError("no gradient planes")
+        squares: list[float] = []
+        for unit, params in enumerate(present):
+            trained = sum(stored.trainable for stored in self.partition.units[unit])
+            squares.extend(_square_sums(self._waiting.planes[unit], params, whole=len(params) == trained))
+        total = math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
+        return math.sqrt(total)
+
+    def _unit_update(
+        self,
+        unit: int,
+        plane: torch.Tensor,
+        params: list[StoredParam],
+        grad_scale: float,
+        on_updated: Callable[[int], None],
+    ) -> UnitUpdate:
+        segments: list[Segment] = []
+        self._versions[unit] += bool(params)
+        for stored in params:
+            stored.step += 1
+            group = self.groups[stored.group]
+            beta1, beta2 = group["betas"]
+            segments.append(
+                Segment(
+                    begin=stored.placed.begin,
+                    end=stored.placed.end,
+                    step=stored.step,
+                    lr=float(group["lr"]),
+                    beta1=float(beta1),
+                    beta2=float(beta2),
+                    eps=float(group["eps"]),
+                    weight_decay=float(group["weight_decay"]),
+                )
+            )
+        return UnitUpdate(unit, plane, segments, grad_scale, on_updated)
+
+    # -- giving way ---------------------------------------------------------------------------------------
+
+    def _reclaim(self) -> bool:
+        """A slot for weights is needed and all are held: let an update finish, or a hold for backward go."""
+        if self.pipeline.give_way():
+            return True
+        if self._holds:
+            self._release_oldest_hold()
+            return True
+        return False
+
+    def _release_oldest_hold(self) -> None:
+        self._holds.pop(next(iter(self._holds))).close()
+
+    def _wait_for_gradient_slot(self) -> None:
+        if self._passing is None:
+            raise AssertionError("no gradient slots")
+        if self.pipeline.pending:
+            self.pipeline.wait_once()
+            self.pipeline.run()
+            return
+        waiting = [unit for unit in self._passing.units if unit not in self._updated]
+        raise OffloadError(
+            f"all {self.plan.grad_slots} gradient slots wait for units that are not complete ({waiting}): units are"
+            " shared or used several times; set offload_optimizer.update to 'step', or raise memory.host_bytes"
+        )
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """After a failed transfer the state on disk is not that of any step: nothing goes on."""
+        if self._failure is not None:
+            raise OffloadError(
+                f"the engine stopped in step {self.ledger.steps + 1}: {self._failure}"
+            ) from self._failure
+        if self._closed:
+            raise OffloadError("the engine is closed")
+        try:
+            yield
+        except TransferError as error:
+            self._failure = error
+            raise
+
+    # -- reports and the end ------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Waits until nothing is in flight: what is in memory and on disk is the state after the last step."""
+        with self._guard():
+            self.pipeline.settle()
+            self.weights.settle()
+
+    def report(self) -> Ledger:
+        """The ledger, complete: everything in flight has arrived."""
+        if not self._closed and self._failure is None:
+            self.settle()
+        if self._store is not None and not self._closed:
+            self._store.update_seconds()
+        self.ledger.predicted = self.plan.bytes_moved(self.ledger.steps)
+        return self.ledger
+
+    def close(self) -> None:
+        """Ends all transfers and gives back threads, descriptors, files and memory. Idempotent.
+
+        Weights homed in host memory stay readable as ordinary tensors; those homed on nvme are gone.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.pipeline.close()
+            self.weights.close()
+        finally:
+            if self._store is not None:
+                self._store.update_seconds()
+                self._store.close()
+        if self._waiting is not None:
+            self._waiting.release()
+        self._holds.clear()
+
+
+def _square_sums(plane: torch.Tensor, params: list[StoredParam], *, whole: bool) -> list[float]:
+    """Block sums of squares of a unit's gradients; padding is zero and counts for nothing."""
+    if whole:
+        return kernels.block_square_sums(plane).tolist() if params else []
+    sums: list[float] = []
+    for stored in params:
+        sums.extend(kernels.block_square_sums(plane[stored.placed.begin : stored.placed.end]).tolist())
+    return sums

@@ -1,0 +1,186 @@
+"""Where gradients wait for their update, and how they are shown to the user.
+
+Note [Gradients as users see them]
+Where gradients wait for the step, `p.grad` is a true view of the unit's gradient plane, from the moment it
+is complete: clipping, editing and logging in plain loops work on what the update will read, and autograd
+adds further micro-batches in place. With fp32 accumulation of bf16 gradients the view is fp32, which torch
+allows where the parameter says so (`grad_dtype`).
+
+Where the update runs in backward, the gradient is gone before user code could look at it. `p.grad` is then
+an AbsentGradient until `step()`: whatever touches it raises and names the way out. It never silently does
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .errors import ConfigError, OffloadError
+from .partition import Partition, StoredParam
+from .tiers.host import HostTier
+
+GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+
+
+class AbsentGradient(torch.Tensor):
+    """A gradient that has been used up: its shape and type are true, everything else raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__repr__", "dim", "size", "numel", "stride", "is_floating_point", "is_complex"):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise OffloadError(
+            f"{name}() on a gradient that the update has already used: with offload_optimizer.update 'backward'"
+            " gradients do not outlive backward; set update 'step', and clip with gradient_clipping or"
+            " optimizer.clip_grad_norm_"
+        )
+
+
+class WaitingGradients:
+    """One gradient plane per unit, for the whole step: `p.grad` is a view of it."""
+
+    def __init__(self, partition: Partition, grad_itemsize: int, host: HostTier) -> None:
+        self._partition = partition
+        self.dtype = grad_dtype = GRAD_DTYPES[grad_itemsize]
+        sizes = [unit.elements * grad_itemsize for unit in partition.inventory.units]
+        self.planes = [piece.view(grad_dtype) for piece in host.allocate("gradients", sizes)]
+        self._views: dict[StoredParam, torch.Tensor] = {}
+        for stored in partition.trainable:
+            view = stored.view_elements(self.planes[stored.unit])
+            self._views[stored] = view
+            if view.dtype != stored.dtype:
+                allow_grad_dtype(stored, view.dtype)
+
+    def take(self, stored: StoredParam) -> None:
+        """Moves the gradient that autograd has just made into the plane; sums made in place are there already."""
+        view, grad = self._views[stored], stored.param.grad
+        if grad is not view and grad is not None:
+            view.copy_(grad)
+            stored.param.grad = view
+
+    def present(self, unit: int) -> list[StoredParam]:
+        """The unit's parameters that have a gradient now; whatever the user has put there is in the plane."""
+        present = []
+        for stored in self._partition.units[unit]:
+            if stored.trainable and stored.param.grad is not None:
+                self.take(stored)
+                present.append(stored)
+        return present
+
+    def release(self) -> None:
+        """Detaches the gradients from the planes, so that the memory can go."""
+        for stored, view in self._views.items():
+            if stored.param.grad is view:
+                stored.param.grad = None
+        self._views.clear()
+        self.planes.clear()
+
+
+class PassingGradients:
+    """A few slots for gradients that are used as soon as their unit is complete."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        grad_itemsize: int,
+        slot_count: int,
+        host: HostTier,
+        wait_for_slot: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            wait_for_slot: called while no slot is free; returns when one may have become free.
+        """
+        self._partition = partition
+        elements = max(unit.elements for unit in partition.inventory.units)
+        pieces = host.allocate("gradient slots", [elements * grad_itemsize] * slot_count)
+        self._free = [piece.view(GRAD_DTYPES[grad_itemsize]) for piece in pieces]
+        self._planes: dict[int, torch.Tensor] = {}
+        self._present: dict[int, list[StoredParam]] = {}
+        self._wait_for_slot = wait_for_slot
+        absent = torch.full((1,), float("nan"), dtype=partition.dtype)
+        self._absent = {
+            stored: absent.expand(stored.placed.info.shape).as_subclass(AbsentGradient)
+            if stored.placed.info.shape
+            else absent.reshape(()).as_subclass(AbsentGradient)
+            for stored in partition.trainable
+        }
+
+    def scratch(self) -> torch.Tensor:
+        """The bytes of a slot, for use before the first gradient."""
+        return self._free[-1].view(torch.uint8)
+
+    @property
+    def units(self) -> list[int]:
+        """Units with a gradient in a slot."""
+        return list(self._planes)
+
+    def take(self, stored: StoredParam) -> None:
+        """Moves the gradient that autograd has just made into its unit's slot."""
+        grad = stored.param.grad
+        if grad is None:
+            return
+        plane = self._planes.get(stored.unit)
+        if plane is None:
+            while not self._free:
+                self._wait_for_slot()
+            plane = self._free.pop()
+            _zero_padding(plane, self._partition.units[stored.unit])
+            self._planes[stored.unit] = plane
+            self._present[stored.unit] = []
+        view = stored.view_elements(plane)
+        present = self._present[stored.unit]
+        if stored in present:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            present.append(stored)
+        stored.param.grad = None
+
+    def is_complete(self, unit: int) -> bool:
+        """Whether every trained parameter of the unit has its gradient."""
+        trained = sum(stored.trainable for stored in self._partition.units[unit])
+        return len(self._present.get(unit, ())) == trained
+
+    def present(self, unit: int) -> list[StoredParam]:
+        """The unit's parameters that have a gradient, in the order of their planes."""
+        return sorted(self._present[unit], key=lambda stored: stored.placed.offset)
+
+    def plane(self, unit: int) -> torch.Tensor:
+        return self._planes[unit]
+
+    def release(self, unit: int) -> None:
+        """Gives the unit's slot back and shows its gradients as absent."""
+        for stored in self._present.pop(unit):
+            stored.param.grad = self._absent[stored]
+        self._free.append(self._planes.pop(unit))
+
+    def clear_absent(self, params: Iterable[StoredParam]) -> None:
+        """Makes absent gradients None again: a new step begins."""
+        for stored in params:
+            if isinstance(stored.param.grad, AbsentGradient):
+                stored.param.grad = None
+
+
+def allow_grad_dtype(stored: StoredParam, dtype: torch.dtype) -> None:
+    """Lets a parameter have a gradient of another type than its own."""
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        raise ConfigError(
+            f"gradients of {stored.dtype} weights in {dtype} need torch >= 2.10, this is {torch.__version__};"
+            " set data_types.grad_accum_dtype to the compute type"
+        )
+    stored.param.grad_dtype = dtype
+
+
+def _zero_padding(plane: torch.Tensor, params: list[StoredParam]) -> None:
+    """Zeroes what lies between parameters: the slot held another unit's gradients before."""
+    end = 0
+    for stored in params:
+        if stored.trainable:
+            plane[end : stored.placed.begin].zero_()
+            end = stored.placed.end
+    plane[end:].zero_()

@@ -1,0 +1,284 @@
+"""Ties an engine to a module: says which units are needed when, through the hooks that torch offers.
+
+Note [What tells us that a weight is needed]
+1. Forward hooks on every module that owns parameters, and on the modules that are units as a whole: the
+   unit is leased from before forward to after it.
+2. Reading a parameter as an attribute (``child.weight`` in a parent's forward, a weight shared without being
+   tied): the module's dictionary of parameters notices, and the unit is leased until the forward that is
+   running ends.
+3. The gradient of a module's output arriving in backward: its unit is leased until its gradients are complete.
+4. Autograd unpacking a tensor that was saved as a view of a weight. Saved weights are packed as (unit,
+   offset, size, stride), so the graph holds no slot, and backward is right even where 1 to 3 said nothing.
+Only 4 is needed for a right backward, and only 1 and 2 for a right forward; the rest makes things early.
+
+Note [Saved tensors]
+Our pack hook is active during the outermost forward of the model. Inside a checkpointed block torch's own
+hook is, which saves nothing and runs the block again in backward; that inner forward keeps its unit present
+(what it saves are views of the slot, and the use count of the slot's storage protects it). All other tensors
+are saved as they are, with their version, because torch's check for in-place changes does not see packed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from .engine import OffloadEngine
+from .errors import OffloadError
+from .partition import StoredParam
+from .weights import Hold
+
+_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+"""Modules whose parameters are used by their parent: they have no forward of their own."""
+
+
+class WatchedParameters(dict[str, Any]):
+    """A module's parameters; reading one as an attribute makes it present. See Note [What tells us ...]."""
+
+    def __init__(self, params: dict[str, Any], on_read: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(params)
+        self._on_read = on_read
+
+    def __getitem__(self, name: str) -> Any:
+        param = super().__getitem__(name)
+        if param is not None:
+            self._on_read(param)
+        return param
+
+    def __reduce__(self) -> Any:
+        return (dict, (dict(self),))  # a deep copy or a pickle of the module is an ordinary one
+
+
+class _Frame:
+    """One forward that is running: what it holds, and what it popped or pushed."""
+
+    __slots__ = ("holds", "saving", "units")
+
+    def __init__(self, units: tuple[int, ...]) -> None:
+        self.units = units
+        self.holds: list[Hold] = []
+        self.saving: Any = None
+
+
+class _PackedWeight:
+    """A saved view of a weight: where it lies in the weight plane of which unit, and of which version."""
+
+    __slots__ = ("dtype", "offset", "size", "stride", "unit", "version")
+
+    def __init__(self, unit: int, version: int, tensor: torch.Tensor) -> None:
+        self.unit, self.version = unit, version
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.offset = tensor.storage_offset()
+
+
+class ModuleHooks:
+    """All hooks of one model. :meth:`remove` leaves it as it was."""
+
+    def __init__(self, model: nn.Module, engine: OffloadEngine) -> None:
+        self._engine, self._model = engine, model
+        self._handles: list[RemovableHandle] = []
+        self._watched: list[nn.Module] = []
+        self._frames: list[_Frame] = []
+        self._reading = False
+        self._units_of: dict[nn.Module, tuple[int, ...]] = {}
+        self._runs: dict[int, int] = {}  # how often each unit has been entered in this forward
+        for stored in engine.partition.trainable:
+            self._handles.append(
+                stored.param.register_post_accumulate_grad_hook(self._gradient_hook(stored))  # type: ignore[arg-type]
+            )
+        if engine.weights.streamed:
+            self._units_of = _units_of_modules(model, engine)
+            for module in self._units_of:
+                self._watch(module)
+        self._units_of.setdefault(model, ())
+        for module in self._units_of:
+            self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True))
+            self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
+
+    def remove(self) -> None:
+        """Takes all hooks off. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module in self._watched:
+            module.__dict__["_parameters"] = dict(module._parameters)
+        self._watched.clear()
+
+    # -- forward ------------------------------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, _args: Any) -> None:
+        recomputing = _in_backward()
+        if not self._frames and not recomputing:
+            self._runs.clear()
+            self._engine.begin_forward(training=torch.is_grad_enabled())
+        frame = _Frame(self._units_of[module])
+        self._frames.append(frame)
+        held = {unit for outer in self._frames[:-1] for unit in outer.units}
+        for unit in frame.units:
+            if unit in held:
+                continue
+            if recomputing:
+                self._note_backward(unit)
+            else:
+                self._runs[unit] = self._runs.get(unit, 0) + 1
+                if self._runs[unit] > 1:
+                    self._engine.used_twice(unit)
+            frame.holds.append(self._engine.lease(unit))
+        if len(self._frames) == 1 and not recomputing and self._engine.weights.streamed:
+            frame.saving = self._save_weights()
+
+    def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
+        frame = self._frames.pop()
+        if frame.saving is not None:
+            frame.saving.__exit__(None, None, None)
+        if frame.holds and torch.is_grad_enabled():
+            self._announce_backward(frame, output)
+        for hold in frame.holds:
+            hold.close()
+
+    def _announce_backward(self, frame: _Frame, output: Any) -> None:
+        """Leases the units when the gradient of the output arrives."""
+
+        def arrived(_grad: torch.Tensor) -> None:
+            for unit in frame.units:
+                self._note_backward(unit)
+
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(arrived)
+
+    # -- parameters read as attributes --------------------------------------------------------------------
+
+    def _watch(self, module: nn.Module) -> None:
+        if module._parameters:
+            module.__dict__["_parameters"] = WatchedParameters(module._parameters, self._on_read)
+            self._watched.append(module)
+
+    def _on_read(self, param: nn.Parameter) -> None:
+        engine = self._engine
+        stored = engine.partition.of_param.get(param)
+        if stored is None or self._reading or not engine.is_open:
+            return
+        if any(stored.unit in frame.units for frame in self._frames):
+            return
+        self._reading = True
+        try:
+            if self._frames:
+                frame = self._frames[-1]
+                frame.holds.append(engine.lease(stored.unit))
+                frame.units = (*frame.units, stored.unit)
+            else:
+                engine.use(stored.unit)
+        finally:
+            self._reading = False
+
+    # -- saved tensors ------------------------------------------------------------------------------------
+
+    def _save_weights(self) -> Any:
+        """Activates our saved-tensor hooks, unless a checkpoint around us has its own."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is not None and "checkpoint" in getattr(outer[0], "__qualname__", ""):
+            return None
+        pack_other, unpack_other = outer if outer is not None else (_pack_versioned, _unpack_versioned)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            unit = self._engine.weights.unit_at(tensor)
+            if unit is None:
+                return pack_other(tensor)
+            return _PackedWeight(unit, self._engine.version(unit), tensor)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, _PackedWeight):
+                return self._unpack_weight(packed)
+            tensor: torch.Tensor = unpack_other(packed)
+            return tensor
+
+        saving = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        saving.__enter__()
+        return saving
+
+    def _unpack_weight(self, packed: _PackedWeight) -> torch.Tensor:
+        engine = self._engine
+        if engine.version(packed.unit) != packed.version:
+            raise OffloadError(
+                f"weights of {engine.plan.inventory.units[packed.unit].name} were updated between a forward and"
+                " its backward; call backward before step(), and set offload_optimizer.update to 'step' where a"
+                " weight is used again after its gradient is complete"
+            )
+        engine.use(packed.unit)
+        plane = engine.weights.plane(packed.unit)
+        return plane.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+
+    # -- backward -----------------------------------------------------------------------------------------
+
+    def _note_backward(self, unit: int) -> None:
+        self._open_backward()
+        self._engine.before_backward(unit)
+
+    def _gradient_hook(self, stored: StoredParam) -> Callable[[torch.Tensor], None]:
+        def ready(_param: torch.Tensor) -> None:
+            self._open_backward()
+            self._engine.gradient_ready(stored)
+
+        return ready
+
+    def _open_backward(self) -> None:
+        if self._engine.begin_backward():
+            torch.autograd.Variable._execution_engine.queue_callback(self._engine.end_backward)
+
+
+def _units_of_modules(model: nn.Module, engine: OffloadEngine) -> dict[nn.Module, tuple[int, ...]]:
+    """Modules to hook and the units each needs: of its own parameters, or the one unit that it is."""
+    of_param = engine.partition.of_param
+    params_in = [sum(1 for _ in unit) for unit in engine.partition.units]
+    found: dict[nn.Module, tuple[int, ...]] = {}
+    for module in model.modules():
+        if isinstance(module, _CONTAINERS):
+            continue
+        own = {of_param[param].unit for param in _own_params(module)}
+        everything = {param for param in module.parameters()}
+        units = {of_param[param].unit for param in everything}
+        if not own and len(units) == 1 and len(everything) == params_in[next(iter(units))]:
+            own = units
+        if own:
+            found[module] = tuple(sorted(own))
+    for module in model.modules():
+        if isinstance(module, _CONTAINERS) and module._parameters:
+            found.setdefault(module, ())  # never called, but watched
+    return found
+
+
+def _own_params(module: nn.Module) -> Iterable[nn.Parameter]:
+    yield from (param for param in module._parameters.values() if param is not None)
+    for child in module.children():
+        if isinstance(child, _CONTAINERS):
+            yield from child.parameters()
+
+
+def _tensors(output: Any) -> Iterable[torch.Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+
+
+def _in_backward() -> bool:
+    task: int = torch._C._current_graph_task_id()
+    return task != -1
+
+
+def _pack_versioned(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return tensor, tensor._version
+
+
+def _unpack_versioned(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation:"
+            f" [{tensor.dtype}, {list(tensor.shape)}] is at version {tensor._version};"
+            f" expected version {version} instead."
+        )
+    return tensor

@@ -1,0 +1,71 @@
+"""Links: one direction between two tiers. A link moves bytes and counts them; it knows no policy.
+
+Note [Priorities]
+A read that somebody waits for overtakes reads ahead of use, and both overtake write-back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from .aio import Queue
+from .ledger import Ledger
+
+NEEDED_NOW = 0
+AHEAD = 1
+WRITE_BACK = 2
+
+
+class Ticket(Protocol):
+    """One transfer in flight; waited for once; carries its error."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Never blocks."""
+
+    def wait(self) -> None:
+        """Blocks until it has ended; raises TransferError where it failed."""
+
+
+class DoneTicket:
+    """A transfer that had nothing to move."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class NvmeLinks:
+    """`nvme_read` and `nvme_write` over one swap file."""
+
+    def __init__(self, queue: Queue, ledger: Ledger) -> None:
+        self._queue = queue
+        self._ledger = ledger
+
+    def read(
+        self, buffer: torch.Tensor, offset: int, planes: Sequence[tuple[str, int]], *, priority: int = AHEAD
+    ) -> Ticket:
+        """Fills ``buffer`` (uint8) from the file; ``planes`` says which plane has how many of its bytes."""
+        self._count("nvme_read", planes, buffer)
+        return self._queue.read(buffer.numpy(), offset, priority=priority)
+
+    def write(self, buffer: torch.Tensor, offset: int, planes: Sequence[tuple[str, int]]) -> Ticket:
+        """Writes ``buffer`` (uint8), which must not change until the ticket is done."""
+        self._count("nvme_write", planes, buffer)
+        return self._queue.write(buffer.numpy(), offset, priority=WRITE_BACK)
+
+    def update_seconds(self) -> None:
+        """Brings the ledger's seconds up to date with what the queue has measured."""
+        stats = self._queue.stats()
+        for link, operation in (("nvme_read", "read"), ("nvme_write", "write")):
+            self._ledger.seconds[link] = stats[operation].busy_seconds
+
+    def _count(self, link: str, planes: Sequence[tuple[str, int]], buffer: torch.Tensor) -> None:
+        if sum(size for _, size in planes) != buffer.numel():
+            raise AssertionError(f"{link}: planes {planes} do not add up to {buffer.numel()} bytes")
+        for plane, size in planes:
+            self._ledger.count(link, plane, size)

@@ -1,0 +1,211 @@
+"""Keeps the weight planes that are needed in slots of host memory; decides nothing, waits for little.
+
+Note [Who still looks]
+A slot may be reused only when nobody looks at its bytes: no lease is open, and no tensor outside the
+parameters shares its storage. The second is asked of torch itself (the use count of the storage), which
+covers what no hook can see: views that a checkpointed block has saved for its backward, an output that
+is a parameter, a tensor that user code holds on to.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from .blocks import BlockState, Copy, Lease, Residency
+from .errors import OffloadError
+from .ledger import Ledger
+from .links import AHEAD, NEEDED_NOW, Ticket
+from .schedule import PrefetchScheduler
+
+Read = Callable[[int, torch.Tensor, int], Ticket]
+"""Starts filling a slot with a unit's weight plane, at a priority."""
+
+
+class Slot:
+    """Host memory for one weight plane: uint8, page-aligned, with a storage of its own."""
+
+    __slots__ = ("_count_attached", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._count_attached = 0
+
+    def attached(self) -> None:
+        """Remembers how many tensors share the storage now that the parameters do."""
+        self._count_attached = self._count()
+
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether a tensor besides the parameters shares the storage. See Note [Who still looks]."""
+        return self._count() > self._count_attached
+
+    def _count(self) -> int:
+        count: int = torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
+        return count
+
+
+class Mover:
+    """Units on their way between the swap store and the slots."""
+
+    def __init__(
+        self,
+        *,
+        unit_count: int,
+        slots: list[torch.Tensor],
+        read: Read,
+        attach: Callable[[int, torch.Tensor], None],
+        detach: Callable[[int], None],
+        reclaim: Callable[[], bool],
+        scheduler: PrefetchScheduler,
+        ledger: Ledger,
+    ) -> None:
+        """
+        Args:
+            read: starts a read of a unit's plane.
+            attach: points a unit's parameters at a slot.
+            detach: makes a unit's parameters absent.
+            reclaim: asked when every slot is held: gives one hold up, or says that there is none.
+        """
+        self.residency = Residency(unit_count, len(slots))
+        self.slots = [Slot(tensor) for tensor in slots]
+        self.scheduler = scheduler
+        self._read, self._attach, self._detach, self._reclaim = read, attach, detach, reclaim
+        self._ledger = ledger
+        self._tickets: dict[int, Ticket] = {}
+        self._last_used = -1
+        self._slot_at = {slot.data_ptr(): index for index, slot in enumerate(slots)}
+
+    def unit_at(self, address: int) -> int | None:
+        """The unit in the slot that begins at an address; None where no slot does."""
+        slot = self._slot_at.get(address)
+        return None if slot is None else self.residency.block_in(slot)
+
+    def use(self, unit: int) -> None:
+        """Makes a unit present, waiting for it where that is needed, and fetches ahead."""
+        copy = self.residency.copies[unit]
+        if unit == self._last_used and copy.readable:
+            return
+        self._last_used = unit
+        self.scheduler.use(unit)
+        if copy.state is BlockState.ABSENT:
+            self._make_room()
+            self._fetch(unit, NEEDED_NOW)
+        if copy.state is BlockState.LOADING:
+            self._finish(unit)
+        with Lease(copy):
+            self.fetch_ahead()
+
+    def forget_last(self) -> None:
+        """A phase begins: the unit used last counts as used anew."""
+        self._last_used = -1
+
+    def lease(self, unit: int) -> Lease:
+        """As :meth:`use`, and the unit stays until the lease is closed."""
+        self.use(unit)
+        return Lease(self.residency.copies[unit])
+
+    def plane(self, unit: int) -> torch.Tensor:
+        """The slot of a present unit: its weight plane lies at the front."""
+        copy = self.residency.copies[unit]
+        if not copy.readable:
+            raise AssertionError(f"unit {unit} is read while {copy.state.name}")
+        return self._slot(copy).tensor
+
+    def fetch_ahead(self) -> None:
+        """Starts the fetches that the scheduler names; those for which no slot is free yet come later."""
+        residency = self.residency
+        evictable = {copy.block for copy in residency.droppable() if not self._slot(copy).is_looked_at}
+        moves = self.scheduler.next_moves(
+            present=residency.present,
+            evictable=evictable,
+            free_slots=residency.free_slots,
+            ahead_max=len(self.slots) - 1,
+        )
+        for move in moves:
+            if move.evict is not None:
+                self._drop(move.evict)
+            self._fetch(move.unit, AHEAD)
+
+    def settle(self) -> None:
+        """Waits for every fetch in flight: what is present is readable."""
+        for unit in list(self._tickets):
+            self._finish(unit)
+
+    def drop_all(self) -> None:
+        """Makes every unit absent (all leases must be closed)."""
+        self.settle()
+        for copy in self.residency.copies:
+            if copy.slot is not None:
+                self._drop(copy.block)
+
+    def close(self) -> None:
+        """Waits for what is in flight, whatever its outcome, so that the slots may go."""
+        for ticket in self._tickets.values():
+            try:
+                ticket.wait()
+            except OffloadError:
+                continue  # nobody needs the bytes any more
+        self._tickets.clear()
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def _fetch(self, unit: int, priority: int) -> None:
+        copy = self.residency.begin(unit)
+        try:
+            self._tickets[unit] = self._read(unit, self._slot(copy).tensor, priority)
+        except BaseException:
+            self.residency.drop(unit)
+            raise
+
+    def _finish(self, unit: int) -> None:
+        ticket = self._tickets.pop(unit)
+        try:
+            if ticket.done():
+                ticket.wait()
+            else:
+                with self._ledger.stall("weights"):
+                    ticket.wait()
+        except BaseException:
+            self.residency.drop(unit)
+            raise
+        self.residency.finish(unit)
+        slot = self._slot(self.residency.copies[unit])
+        self._attach(unit, slot.tensor)
+        slot.attached()
+
+    def _drop(self, unit: int) -> None:
+        self._detach(unit)
+        self.residency.drop(unit)
+        if unit == self._last_used:
+            self._last_used = -1
+
+    def _make_room(self) -> None:
+        """Frees a slot: the copy needed last goes first; then reads ahead are given up; then holds."""
+        collected = False
+        while not self.residency.free_slots:
+            unlooked = [copy.block for copy in self.residency.droppable() if not self._slot(copy).is_looked_at]
+            victim = self.scheduler.victim(unlooked)
+            if victim is not None:
+                self._drop(victim)
+            elif self._tickets:
+                self._finish(next(reversed(self._tickets)))
+            elif self._reclaim():
+                continue
+            elif not collected:
+                collected = True
+                gc.collect()  # a reference cycle may hold a view, as after an exception
+            else:
+                held = ", ".join(str(copy.block) for copy in self.residency.copies if copy.slot is not None)
+                raise OffloadError(
+                    f"all {len(self.slots)} weight slots are in use (units {held}): a module needs more units at"
+                    " once, or tensors that are views of weights are being kept; raise memory.host_bytes, or"
+                    " clone() what is kept"
+                )
+
+    def _slot(self, copy: Copy) -> Slot:
+        if copy.slot is None:
+            raise AssertionError(f"unit {copy.block} has no slot")
+        return self.slots[copy.slot]

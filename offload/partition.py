@@ -1,0 +1,208 @@
+"""Where a module's parameters lie: cuts a model into units and points parameters at their bytes.
+
+Note [Absent parameters]
+A parameter stays an ordinary nn.Parameter. While its unit is present, ``p.data`` is a view of the unit's
+weight plane. While it is absent, it is one NaN expanded to the true shape: shape, numel, dtype and device
+stay true, reading gives NaN (for integers the smallest value), never something plausible, and writing in
+place raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import ConfigError, OffloadError
+from .inventory import Inventory, ParamInfo, PlacedParam, build_inventory
+from .optim import kernels
+
+logger = logging.getLogger("offload")
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(eq=False)
+class StoredParam:
+    """One parameter: who it is, where it lies, and how the optimizer sees it."""
+
+    param: nn.Parameter
+    names: tuple[str, ...]
+    """Every name it has in the model, the first one first; more than one where it is tied."""
+    placed: PlacedParam
+    unit: int
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    group: int
+    """Index of its group in the optimizer; -1 where it is not trained."""
+    absent: torch.Tensor
+    """What ``param.data`` is while the unit is absent. See Note [Absent parameters]."""
+    step: int = 0
+    """Updates this parameter has had (torch counts them per parameter)."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def trainable(self) -> bool:
+        return self.placed.info.trainable
+
+    def view(self, plane: torch.Tensor) -> torch.Tensor:
+        """This parameter in its unit's weight plane (uint8)."""
+        end = self.placed.offset + self.placed.info.nbytes
+        flat = plane[self.placed.offset : end].view(self.dtype)
+        return flat.as_strided(self.placed.info.shape, self.stride)
+
+    def write(self, plane: torch.Tensor, residual: torch.Tensor | None, value: torch.Tensor) -> None:
+        """Writes a value into the unit's weight plane, and what the rounding leaves into its residual plane.
+
+        Without a residual plane, or for a frozen parameter, the value is rounded to the nearest.
+        """
+        if residual is None or not self.trainable or value.dtype is self.dtype:
+            self.view(plane).copy_(value)
+            if residual is not None and self.trainable:
+                residual[self.placed.begin : self.placed.end].zero_()
+            return
+        master = value.detach()
+        if master.dtype is not torch.float32 or master.stride() != self.stride:
+            laid_out = torch.empty(self.placed.info.numel, dtype=torch.float32)
+            laid_out.as_strided(self.placed.info.shape, self.stride).copy_(master)
+            master = laid_out
+        begin, end = self.placed.begin, self.placed.end
+        weight = plane[self.placed.offset : self.placed.offset + self.placed.info.nbytes].view(self.dtype)
+        kernels.split_master(master.as_strided((end - begin,), (1,)), weight, residual[begin:end])
+
+    def view_elements(self, plane: torch.Tensor) -> torch.Tensor:
+        """This parameter in a plane with one element of any type per element of the trainable region."""
+        return plane[self.placed.begin : self.placed.end].as_strided(self.placed.info.shape, self.stride)
+
+
+class Partition:
+    """All parameters of a model, by unit. Built before anything moves; moves nothing itself."""
+
+    def __init__(
+        self, model: nn.Module, groups: Sequence[dict[str, Any]], precision: str, *, activation_bytes: int = 0
+    ) -> None:
+        """
+        Args:
+            groups: parameter groups as torch optimizers take them; what is in none of them is frozen.
+            precision: "bf16" or "fp32": what floating-point parameters are computed in.
+
+        Raises:
+            ConfigError: a parameter is in two groups, not in the model, or of a type that cannot be trained.
+        """
+        self.dtype = DTYPES[precision]
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names.setdefault(param, []).append(name)
+        group_of = _groups_by_param(groups, names)
+        by_name = {aliases[0]: param for param, aliases in names.items()}
+        infos = [self._describe(aliases[0], param, param in group_of) for param, aliases in names.items()]
+        self.inventory: Inventory = build_inventory(
+            infos, weight_itemsize=self.dtype.itemsize, activation_bytes=activation_bytes
+        )
+        self.units: list[list[StoredParam]] = []
+        for unit, layout in enumerate(self.inventory.units):
+            stored = []
+            for placed in layout.params:
+                param = by_name[placed.info.name]
+                stored.append(
+                    StoredParam(
+                        param=param,
+                        names=tuple(names[param]),
+                        placed=placed,
+                        unit=unit,
+                        dtype=self._compute_dtype(param),
+                        stride=_dense_stride(param),
+                        group=group_of.get(param, -1),
+                        absent=_absent_tensor(tuple(param.shape), self._compute_dtype(param)),
+                    )
+                )
+            self.units.append(stored)
+        self.of_param = {stored.param: stored for unit_params in self.units for stored in unit_params}
+
+    @property
+    def trainable(self) -> list[StoredParam]:
+        """All trained parameters, unit by unit, in the order of their planes."""
+        return [stored for unit in self.units for stored in unit if stored.trainable]
+
+    def attach(self, unit: int, plane: torch.Tensor) -> None:
+        """Points the unit's parameters at their bytes in ``plane`` (uint8)."""
+        for stored in self.units[unit]:
+            if stored.placed.info.numel == 1:
+                _check_unwritten(stored)
+            stored.param.data = stored.view(plane)
+
+    def detach(self, unit: int) -> None:
+        """Makes the unit's parameters absent. See Note [Absent parameters]."""
+        for stored in self.units[unit]:
+            stored.param.data = stored.absent
+
+    def is_absent(self, param: nn.Parameter) -> bool:
+        """Whether reading this parameter gives the marker instead of its value."""
+        stored = self.of_param.get(param)
+        return stored is not None and bool(param.numel()) and param.data_ptr() == stored.absent.data_ptr()
+
+    def _describe(self, name: str, param: nn.Parameter, trainable: bool) -> ParamInfo:
+        if not param.is_floating_point() and trainable:
+            raise ConfigError(f"{name}: a parameter of type {param.dtype} cannot be trained; leave it out of the groups")
+        if param.layout is not torch.strided:
+            raise ConfigError(f"{name}: parameters of layout {param.layout} are not supported")
+        return ParamInfo(name, tuple(param.shape), self._compute_dtype(param).itemsize, trainable)
+
+    def _compute_dtype(self, param: nn.Parameter) -> torch.dtype:
+        """Floating-point parameters are computed in the run's precision; all others stay as they are."""
+        return self.dtype if param.is_floating_point() else param.dtype
+
+
+def _groups_by_param(
+    groups: Sequence[dict[str, Any]], names: dict[nn.Parameter, list[str]]
+) -> dict[nn.Parameter, int]:
+    group_of: dict[nn.Parameter, int] = {}
+    for index, group in enumerate(groups):
+        for param in group["params"]:
+            if param not in names:
+                raise ConfigError(
+                    f"parameter group {index} has a parameter of shape {tuple(param.shape)} that is not in the model"
+                )
+            if param in group_of:
+                raise ConfigError(f"{names[param][0]} is in parameter groups {group_of[param]} and {index}")
+            if param.requires_grad:
+                group_of[param] = index
+    return group_of
+
+
+def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's own strides where they fill its memory (channels_last), else contiguous ones."""
+    if param.numel() and torch.ops.aten.is_non_overlapping_and_dense(param):
+        return tuple(param.stride())
+    return tuple(torch.empty(param.shape, device="meta").stride())
+
+
+def _marker(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _absent_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    one = torch.full((1,), _marker(dtype), dtype=dtype)
+    if 0 in shape:
+        return one[:0].reshape(shape)
+    return one.expand(shape) if shape else one.reshape(())
+
+
+def _check_unwritten(stored: StoredParam) -> None:
+    """One element is not protected from writing by being expanded: looks whether it is still the marker."""
+    marker = torch.full_like(stored.absent, _marker(stored.dtype))
+    if not bool(torch.isclose(stored.absent, marker, equal_nan=True)):
+        stored.absent.copy_(marker)
+        raise OffloadError(
+            f"{stored.name} was written to while it was absent; write inside"
+            " `with offload.gather([parameter], modify=True)`"
+        )

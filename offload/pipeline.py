@@ -1,0 +1,337 @@
+"""Streams chunks of optimizer state past the update: read, update, write, several in flight.
+
+Note [Life of a chunk]
+``announced -> loading -> (gradient known) -> updated -> storing -> gone``. Announcing a unit starts its reads
+as slots of the ring become free, long before its gradient is there; enqueueing says that the gradient is
+complete. `run` does whatever can be done without waiting, `drain` waits until every enqueued update has been
+applied; the last writes may still be in flight then, and trail into the next forward. Results do not depend
+on any of it: a chunk's update reads its own planes and its own gradient only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from .ledger import Ledger
+from .links import NEEDED_NOW, DoneTicket, Ticket
+from .optim import Segment, ShardOptimizer
+from .plan import Chunk, MemoryPlan
+from .store import SwapStore
+
+
+class StateHome(Protocol):
+    """Where the state of chunks is between updates."""
+
+    def load(self, chunk: Chunk, *, needed_now: bool) -> tuple[torch.Tensor, Ticket] | None:
+        """The bytes of the chunk's planes and the transfer that fills them; None while there is no room."""
+
+    def store(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
+        """Brings changed bytes home."""
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """The buffer is not needed any more."""
+
+
+class HostStates:
+    """State planes that stay in host memory."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        self.buffers = buffers
+
+    def load(self, chunk: Chunk, *, needed_now: bool) -> tuple[torch.Tensor, Ticket]:
+        return self.buffers[chunk.index], DoneTicket()
+
+    def store(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
+        return DoneTicket()
+
+    def release(self, buffer: torch.Tensor) -> None:
+        return None
+
+
+class NvmeStates:
+    """State planes in the swap store, and the ring of buffers that they pass through."""
+
+    def __init__(self, store: SwapStore, ring: Sequence[torch.Tensor]) -> None:
+        self._store = store
+        self._free = list(ring)[::-1]
+
+    def load(self, chunk: Chunk, *, needed_now: bool) -> tuple[torch.Tensor, Ticket] | None:
+        if not self._free:
+            return None
+        buffer = self._free.pop()
+        try:
+            priority = {"priority": NEEDED_NOW} if needed_now else {}
+            return buffer, self._store.read_state(chunk, buffer, **priority)
+        except BaseException:
+            self._free.append(buffer)
+            raise
+
+    def store(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
+        return self._store.write_state(chunk, buffer)
+
+    def release(self, buffer: torch.Tensor) -> None:
+        self._free.append(buffer)
+
+
+class Weights(Protocol):
+    """Where the pipeline finds the weight planes that it updates."""
+
+    def begin_update(self, unit: int) -> None:
+        """Makes the unit present and keeps it so until :meth:`end_update`."""
+
+    def plane(self, unit: int) -> torch.Tensor:
+        """The unit's weight plane, as bytes."""
+
+    def store(self, unit: int, begin: int, end: int) -> Ticket:
+        """Brings bytes [begin, end) of the changed plane home."""
+
+    def end_update(self, unit: int) -> None:
+        """Everything changed has been stored."""
+
+
+@dataclass(eq=False)
+class UnitUpdate:
+    """The update of one unit: what the kernel needs besides the planes."""
+
+    unit: int
+    grad: torch.Tensor
+    """One element per element of the trainable region."""
+    segments: Sequence[Segment]
+    """Elements to update, ascending; the rest stays as it is."""
+    grad_scale: float
+    on_updated: Callable[[int], None]
+    """Called once, when the gradient is not needed any more."""
+    chunks_left: int = 0
+    begun: bool = False
+
+
+@dataclass(eq=False)
+class _Job:
+    """One chunk on its way. See Note [Life of a chunk]."""
+
+    chunk: Chunk
+    update: UnitUpdate | None = None
+    buffer: torch.Tensor | None = None
+    loading: Ticket | None = None
+
+
+@dataclass(eq=False)
+class _Writing:
+    chunk: Chunk
+    update: UnitUpdate
+    buffer: torch.Tensor
+    tickets: tuple[Ticket, Ticket]
+
+
+class OptimizerPipeline:
+    """Order and depth of updates; not Adam, not files. See Note [Life of a chunk]."""
+
+    def __init__(
+        self, optimizer: ShardOptimizer, plan: MemoryPlan, states: StateHome, weights: Weights, ledger: Ledger
+    ) -> None:
+        self._optimizer, self._plan, self._states = optimizer, plan, states
+        self._weights, self._ledger = weights, ledger
+        self._jobs: list[_Job] = []
+        self._announced: set[int] = set()
+        self._writing: deque[_Writing] = deque()
+
+    @property
+    def pending(self) -> int:
+        """Chunks whose update has been enqueued and not applied yet."""
+        return sum(job.update is not None for job in self._jobs)
+
+    def announce(self, unit: int) -> None:
+        """The unit's update will come: its state may be read. Idempotent."""
+        if unit not in self._announced:
+            self._announced.add(unit)
+            self._jobs.extend(_Job(chunk) for chunk in self._plan.chunks_of[unit])
+
+    def enqueue(self, update: UnitUpdate, *, begin_now: bool = False) -> None:
+        """The unit's gradient is complete. Chunks without a segment are left alone.
+
+        Args:
+            begin_now: keep the weights present from now on, as they are present anyway.
+        """
+        self.announce(update.unit)
+        self._announced.discard(update.unit)
+        jobs = [job for job in self._jobs if job.chunk.unit == update.unit and job.update is None]
+        touched = [job for job in jobs if _overlaps(update.segments, job.chunk)]
+        for job in jobs:
+            if job not in touched:
+                self._cancel(job)
+        if not touched:
+            update.on_updated(update.unit)
+            return
+        update.chunks_left = len(touched)
+        for job in touched:
+            job.update = update
+        if begin_now:
+            self._begin(update)
+
+    def run(self) -> None:
+        """Does what can be done without waiting."""
+        while self._reap() or self._load() or self._update_one():
+            pass
+
+    def drain(self) -> None:
+        """Waits until every enqueued update has been applied; writes may still be in flight."""
+        self.run()
+        while self.pending:
+            self.wait_once()
+            self.run()
+
+    def settle(self) -> None:
+        """As :meth:`drain`, and waits for the writes too."""
+        self.drain()
+        while self._writing:
+            with self._ledger.stall("write"):
+                self._wait_for_write()
+
+    def give_way(self) -> bool:
+        """Waits for something that holds weights or buffers; False where nothing does."""
+        if self._writing:
+            with self._ledger.stall("write"):
+                self._wait_for_write()
+            return True
+        if self.pending:
+            self.wait_once()
+            self.run()
+            return True
+        return False
+
+    def wait_once(self) -> None:
+        """Waits for the one transfer that holds up the next update, or for the oldest write."""
+        for job in self._jobs:
+            if job.update is not None and job.loading is not None:
+                with self._ledger.stall("state"):
+                    job.loading.wait()
+                return
+        if self._writing:
+            with self._ledger.stall("write"):
+                self._wait_for_write()
+        elif not self._recycle():
+            raise AssertionError(f"the pipeline waits for nothing: {len(self._jobs)} jobs")
+
+    def cancel_announced(self) -> None:
+        """Forgets units whose update will not come."""
+        for job in [job for job in self._jobs if job.update is None]:
+            self._cancel(job)
+        self._announced.clear()
+
+    def close(self) -> None:
+        """Waits for what is in flight, whatever its outcome, so that buffers may go."""
+        tickets = [job.loading for job in self._jobs if job.loading is not None]
+        tickets += [ticket for writing in self._writing for ticket in writing.tickets]
+        for ticket in tickets:
+            try:
+                ticket.wait()
+            except OSError:
+                continue  # reported where it was needed; here only the buffers matter
+        self._jobs.clear()
+        self._writing.clear()
+
+    # -- steps, each of which says whether it has done something ------------------------------------------
+
+    def _reap(self) -> bool:
+        """Gives back what has been written."""
+        if not self._writing or not all(ticket.done() for ticket in self._writing[0].tickets):
+            return False
+        self._wait_for_write()
+        return True
+
+    def _wait_for_write(self) -> None:
+        writing = self._writing[0]
+        for ticket in writing.tickets:
+            ticket.wait()
+        self._writing.popleft()
+        self._states.release(writing.buffer)
+        update = writing.update
+        if not update.chunks_left and not any(other.update is update for other in self._writing):
+            self._weights.end_update(update.unit)
+
+    def _load(self) -> bool:
+        """Starts reading the first chunk that is not read yet, those with a gradient first."""
+        waiting = [job for job in self._jobs if job.buffer is None]
+        if not waiting:
+            return False
+        job = next((job for job in waiting if job.update is not None), waiting[0])
+        loaded = self._states.load(job.chunk, needed_now=job.update is not None)
+        if loaded is None:
+            return False
+        job.buffer, job.loading = loaded
+        return True
+
+    def _update_one(self) -> bool:
+        """Updates the first chunk whose gradient is there, once its state is: never one before another."""
+        job = next((job for job in self._jobs if job.update is not None), None)
+        if job is None or job.loading is None or not job.loading.done():
+            return False
+        job.loading.wait()
+        self._jobs.remove(job)
+        self._apply(job)
+        return True
+
+    def _apply(self, job: _Job) -> None:
+        update, chunk, buffer = job.update, job.chunk, job.buffer
+        if update is None or buffer is None:
+            raise AssertionError(f"chunk {chunk.index} is not ready")
+        self._begin(update)
+        itemsize = self._plan.inventory.weight_itemsize
+        begin, end = chunk.begin * itemsize, chunk.end * itemsize
+        plane = self._weights.plane(update.unit)
+        planes = {"weight": plane[begin:end].view(self._optimizer.weight_dtype)}
+        at = 0
+        for spec in self._optimizer.state_specs(chunk.elements):
+            planes[spec.name] = buffer[at : at + spec.size_bytes].view(spec.dtype)
+            at += spec.size_bytes
+        self._optimizer.update(
+            planes, _within(update.segments, chunk), update.grad[chunk.begin : chunk.end], update.grad_scale
+        )
+        update.chunks_left -= 1
+        tickets = (self._states.store(chunk, buffer), self._weights.store(update.unit, begin, end))
+        self._writing.append(_Writing(chunk, update, buffer, tickets))
+        if not update.chunks_left:
+            update.on_updated(update.unit)
+
+    def _begin(self, update: UnitUpdate) -> None:
+        if not update.begun:
+            update.begun = True
+            self._weights.begin_update(update.unit)
+
+    def _cancel(self, job: _Job) -> None:
+        self._jobs.remove(job)
+        if job.loading is not None and job.buffer is not None:
+            job.loading.wait()
+            self._states.release(job.buffer)
+
+    def _recycle(self) -> bool:
+        """Takes the buffer of a chunk that was read ahead and has no gradient yet."""
+        for job in reversed(self._jobs):
+            if job.update is None and job.loading is not None and job.buffer is not None:
+                job.loading.wait()
+                self._states.release(job.buffer)
+                job.buffer = job.loading = None
+                return True
+        return False
+
+
+def _overlaps(segments: Sequence[Segment], chunk: Chunk) -> bool:
+    return any(segment.begin < chunk.end and segment.end > chunk.begin for segment in segments)
+
+
+def _within(segments: Sequence[Segment], chunk: Chunk) -> list[Segment]:
+    """The parts of segments that lie in a chunk, counted from its begin."""
+    return [
+        replace(
+            segment,
+            begin=max(segment.begin, chunk.begin) - chunk.begin,
+            end=min(segment.end, chunk.end) - chunk.begin,
+        )
+        for segment in segments
+        if segment.begin < chunk.end and segment.end > chunk.begin
+    ]

@@ -1,0 +1,155 @@
+"""The directory of one run and rank: made, locked, checked, and removed again.
+
+Note [Who owns a directory]
+The owner holds a lock (flock) on `owner.json` in it for as long as it lives; the kernel gives the lock
+back however the owner dies, so a directory whose lock can be taken is stale. A new directory gets its
+lock under a hidden name and is then renamed, so nobody can mistake it for a stale one in between.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+
+from ..bytesize import format_bytes
+from ..errors import StoreError
+from ..metrics import mount_of
+
+logger = logging.getLogger("offload.store")
+
+PREFIX = "offload-"
+OWNER_FILE = "owner.json"
+HIDDEN_AGE_SECONDS_MAX = 600.0
+"""A directory that is still under its hidden name after this time was left by an owner that died early."""
+
+
+class SwapDirectory:
+    """A locked directory ``<nvme_path>/offload-<time>-<pid>-rank<r>``. Close it to remove it."""
+
+    def __init__(self, nvme_path: str | os.PathLike[str], *, rank: int = 0) -> None:
+        """Makes and locks the directory, after removing those of dead owners.
+
+        Raises:
+            StoreError: the path cannot be used; says which and why, and leaves nothing behind.
+        """
+        self.root = Path(os.path.abspath(os.path.expanduser(nvme_path)))
+        self._made_root = _usable_root(self.root)
+        self._owner_pid = os.getpid()
+        self._lock_fd = -1
+        name = f"{PREFIX}{time.time_ns():x}-{os.getpid()}-rank{rank}"
+        self.path = self.root / name
+        hidden = self.root / f".{name}"
+        try:
+            _remove_stale(self.root)
+            hidden.mkdir(mode=0o700)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._lock_fd = os.open(hidden / OWNER_FILE, flags, 0o600)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            owner = {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "rank": rank,
+                "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+                "command": sys.argv[:1],
+            }
+            os.write(self._lock_fd, (json.dumps(owner) + "\n").encode())
+            hidden.rename(self.path)
+        except OSError as error:
+            shutil.rmtree(hidden, ignore_errors=True)
+            self.close()
+            raise StoreError(
+                error.errno, f"cannot make a swap directory: {error.strerror}", str(self.root)
+            ) from error
+
+    def check_space(self, size: int) -> None:
+        """Raises StoreError where less than ``size`` bytes are free."""
+        status = os.statvfs(self.root)
+        free = status.f_bavail * status.f_frsize
+        if size > free:
+            mount = mount_of(self.root)
+            raise StoreError(
+                28,
+                f"the swap file needs {format_bytes(size)} and {format_bytes(free)} are free on {mount.point}"
+                f" ({mount.filesystem}); free some, or choose another nvme_path",
+                str(self.root),
+            )
+
+    def close(self) -> None:
+        """Removes the directory and gives the lock back. Idempotent; does nothing in a forked child."""
+        if os.getpid() != self._owner_pid:
+            return
+        if self._lock_fd >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            if self.path.exists():
+                logger.warning("could not remove %s; the next run with this nvme_path will try again", self.path)
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+        for made in self._made_root:
+            try:
+                made.rmdir()
+            except OSError:  # another run uses it by now
+                break
+        self._made_root = []
+
+
+def _usable_root(root: Path) -> list[Path]:
+    """Checks the nvme_path; makes it where its parent exists. Returns what was made."""
+    try:
+        if root.is_dir():
+            made = []
+        elif root.exists() or root.is_symlink():
+            raise StoreError(20, "nvme_path is not a directory", str(root))
+        elif root.parent.is_dir():
+            root.mkdir(mode=0o700)
+            made = [root]
+        else:
+            raise StoreError(
+                2, f"nvme_path does not exist and neither does {root.parent}; make it, or mount the drive", str(root)
+            )
+        if not os.access(root, os.W_OK | os.X_OK):
+            raise StoreError(13, "nvme_path is not writable by this user", str(root))
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(error.errno, f"nvme_path cannot be used: {error.strerror}", str(root)) from error
+    mount = mount_of(root)
+    logger.info("swap goes to %s, on %s (%s, %s)", root, mount.point, mount.filesystem, mount.source)
+    if mount.is_memory:
+        logger.warning("%s is on %s: what is swapped there still takes RAM", root, mount.filesystem)
+    return made
+
+
+def _remove_stale(root: Path) -> None:
+    """Removes the directories of dead owners and says so."""
+    for path in sorted(root.glob(f"{PREFIX}*-rank*")):
+        _remove_if_unlocked(path)
+    for path in sorted(root.glob(f".{PREFIX}*-rank*")):
+        try:
+            old = time.time() - path.stat().st_mtime > HIDDEN_AGE_SECONDS_MAX
+        except OSError:
+            continue
+        if old:
+            _remove_if_unlocked(path)
+
+
+def _remove_if_unlocked(path: Path) -> None:
+    try:
+        lock_fd = os.open(path / OWNER_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return  # not a directory of ours, or gone already
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        owner = os.read(lock_fd, 4096).decode(errors="replace").strip()
+        logger.warning("removing the swap directory of a run that has ended: %s %s", path, owner)
+        shutil.rmtree(path, ignore_errors=True)
+    except OSError:
+        return  # its owner lives
+    finally:
+        os.close(lock_fd)
