@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -132,6 +130,8 @@ class OffloadConfig:
 
     def digest(self) -> str:
         """Twelve hexadecimal digits that are equal for equal configurations, on every machine."""
+        import hashlib  # loads OpenSSL, which reading a configuration does not need
+
         text = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -159,6 +159,8 @@ def _places() -> dict[str, tuple[str, ...]]:
 
 def _unknown(path: str, key: str, known: Sequence[str]) -> str:
     """What to say about a key that its block does not have: where it belongs, or what may have been meant."""
+    import difflib  # only mistakes need it
+
     if key in MISPLACED:
         return MISPLACED[key]
     elsewhere = [

@@ -71,6 +71,7 @@ _ADAM_NAMES: Final = {
 def modernise(data: _Tree, report: Report) -> _Tree:
     """``data`` in today's spelling. ``data`` itself is not changed."""
     tree = _copy_blocks(data)
+    tree.pop("$schema", None)  # tells an editor where the schema is
     _read_switches_as_blocks(tree, report)
     _unnest(tree, report)
     _move_aio(tree, report)

@@ -106,7 +106,10 @@ class _Parser:
             text, end = _STRINGS.raw_decode(self.text, position)
             return str(text), end
         except JSONDecodeError as error:
-            self.fail(error.pos, f'{error.msg.removesuffix(" at").lower()}; close the string with "')
+            self.fail(
+                error.pos,
+                f'the string is not right: {error.msg.removesuffix(" at").lower()}; close it with " and write \\ twice',
+            )
 
     def _block(self, position: int, depth: int) -> tuple[dict[str, Any], int]:
         block: dict[str, Any] = {}

@@ -157,7 +157,11 @@ class OneOf(_Nested):
             report.problem(join(path, key), unknown(path, key, ["type", "params"]))
         if given.get("type") is None:
             raise UnfitError(f"type is missing; write one of {', '.join(self.options)}")
-        name = Choice(*self.options).read(given["type"], join(path, "type"), report)
+        try:
+            name = Choice(*self.options).read(given["type"], join(path, "type"), report)
+        except UnfitError as error:
+            report.problem(join(path, "type"), str(error))
+            return None
         option = self.options[str(name)]
 
         def unknown_param(where: str, key: str, known: Sequence[str]) -> str:
