@@ -106,10 +106,8 @@ class _Parser:
             text, end = _STRINGS.raw_decode(self.text, position)
             return str(text), end
         except JSONDecodeError as error:
-            self.fail(
-                error.pos,
-                f'the string is not right: {error.msg.removesuffix(" at").lower()}; close it with " and write \\ twice',
-            )
+            what = error.msg.removesuffix(" at").lower()
+            self.fail(error.pos, f'{what}; close the string with ", and write each backslash twice')
 
     def _block(self, position: int, depth: int) -> tuple[dict[str, Any], int]:
         block: dict[str, Any] = {}
