@@ -157,8 +157,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        return x
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 class Embedding(nn.Embedding):
@@ -226,7 +226,8 @@ class Decoder(nn.Module):
         """
         if input_ids.shape[1] > self.config.max_seq_len:
             raise ConfigError(
-                f"a sequence of {input_ids.shape[1]} tokens is longer than max_seq_len {self.config.max_seq_len}"
+                f"a sequence of {input_ids.shape[1]} tokens is longer than "
+                f"the model's max_seq_len {self.config.max_seq_len}"
             )
         hidden_BTD = self.model(input_ids)
         if labels is None:

@@ -87,7 +87,7 @@ def test_activations_grow_with_what_they_hold() -> None:
     assert (
         activation_bytes(deep, 1, 256) - one == 22 * 256 * 2048 * 2
     )  # one input per block, and nothing else
-    assert activation_bytes(preset("1b"), 1, 256, checkpointing=False) > 5 * one
+    assert activation_bytes(preset("1b"), 1, 256, checkpointing=False) > 2 * one
     # Pieces bound the logits: with 16 times the tokens the loss still holds one piece.
     wide = replace(TINY, vocab_size=100_000)
     assert activation_bytes(wide, 16, 16, loss_chunk=16) < 2 * activation_bytes(wide, 1, 16, loss_chunk=16)
