@@ -1,0 +1,175 @@
+// Python face of the CPU optimizer kernels. Arrays come as contiguous buffers of plain numbers (bf16 as
+// 16-bit integers); offload/optim/kernels.py checks what users pass and words the errors. What is checked
+// here keeps memory safe whoever calls.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "optim/adam.h"
+#include "optim/arrays.h"
+#include "optim/isa.h"
+
+namespace py = pybind11;
+namespace optim = offload::optim;
+
+namespace {
+
+// A contiguous array, kept alive while a kernel uses it.
+class Array {
+ public:
+  Array(const py::buffer& buffer, const char* name, bool writable)
+      : name_(name), info_(buffer.request(writable)) {
+    if (info_.ndim != 1 || (info_.size > 1 && info_.strides[0] != info_.itemsize)) {
+      throw std::invalid_argument(name_ + " must be a contiguous one-dimensional array");
+    }
+    if (reinterpret_cast<uintptr_t>(info_.ptr) % static_cast<size_t>(info_.itemsize) != 0) {
+      throw std::invalid_argument(name_ + " is not aligned to its elements");
+    }
+  }
+  [[nodiscard]] size_t count() const { return static_cast<size_t>(info_.size); }
+  [[nodiscard]] size_t itemsize() const { return static_cast<size_t>(info_.itemsize); }
+
+  // The elements, after a check of their number and size.
+  template <class Element>
+  [[nodiscard]] Element* elements(size_t expected_count) const {
+    if (count() != expected_count || itemsize() != sizeof(Element)) {
+      throw std::invalid_argument(name_ + " must hold " + std::to_string(expected_count) + " elements of " +
+                                  std::to_string(sizeof(Element)) + " bytes, not " + std::to_string(count()) +
+                                  " of " + std::to_string(itemsize()));
+    }
+    return static_cast<Element*>(info_.ptr);
+  }
+
+ private:
+  std::string name_;
+  py::buffer_info info_;
+};
+
+using Segment = std::tuple<size_t, size_t, int64_t, double, double, double, double, double>;
+
+void run_adam(const py::buffer& weight_buffer, const std::optional<py::buffer>& residual_buffer,
+              const py::buffer& exp_avg_buffer, const py::buffer& exp_avg_sq_buffer,
+              const py::buffer& grad_buffer, const std::vector<Segment>& segment_tuples, bool adamw_mode,
+              double grad_scale, unsigned threads, std::string_view isa) {
+  const optim::KernelTable& kernels = optim::kernels_for(isa);
+  const Array weight(weight_buffer, "weight", true);
+  const Array exp_avg(exp_avg_buffer, "exp_avg", true);
+  const Array exp_avg_sq(exp_avg_sq_buffer, "exp_avg_sq", true);
+  const Array grad(grad_buffer, "grad", false);
+  const size_t count = weight.count();
+  optim::AdamPlanes planes{.weight = nullptr,
+                           .residual = nullptr,
+                           .exp_avg = exp_avg.elements<float>(count),
+                           .exp_avg_sq = exp_avg_sq.elements<float>(count),
+                           .grad = nullptr};
+  optim::AdamFormat format = optim::AdamFormat::kFp32WeightFp32Grad;
+  std::optional<Array> residual;
+  if (residual_buffer) {
+    residual.emplace(*residual_buffer, "residual", true);
+    planes.weight = weight.elements<optim::Bf16>(count);
+    planes.residual = residual->elements<int16_t>(count);
+    const bool bf16_grad = grad.itemsize() == sizeof(optim::Bf16);
+    format = bf16_grad ? optim::AdamFormat::kBf16WeightBf16Grad : optim::AdamFormat::kBf16WeightFp32Grad;
+    if (bf16_grad) {
+      planes.grad = grad.elements<optim::Bf16>(count);
+    } else {
+      planes.grad = grad.elements<float>(count);
+    }
+  } else {
+    planes.weight = weight.elements<float>(count);
+    planes.grad = grad.elements<float>(count);
+  }
+  std::vector<optim::AdamSegment> segments;
+  segments.reserve(segment_tuples.size());
+  for (const auto& [begin, end, step, lr, beta1, beta2, eps, weight_decay] : segment_tuples) {
+    segments.push_back({begin, end, step, lr, beta1, beta2, eps, weight_decay});
+  }
+  const optim::AdamOptions options{.decoupled = adamw_mode, .grad_scale = grad_scale, .threads = threads};
+  const py::gil_scoped_release nogil;
+  optim::adam_update(kernels, format, planes, count, segments, options);
+}
+
+void run_block_square_sums(const py::buffer& values_buffer, const py::buffer& sums_buffer, unsigned threads,
+                           std::string_view isa) {
+  const optim::KernelTable& kernels = optim::kernels_for(isa);
+  const Array values(values_buffer, "grad", false);
+  const Array sums(sums_buffer, "sums", true);
+  const size_t count = values.count();
+  auto* out = sums.elements<double>(count / optim::kSquareBlock + (count % optim::kSquareBlock != 0));
+  if (values.itemsize() == sizeof(optim::Bf16)) {
+    const auto* elements = values.elements<optim::Bf16>(count);
+    const py::gil_scoped_release nogil;
+    optim::block_square_sums(kernels, elements, count, out, threads);
+  } else {
+    const auto* elements = values.elements<float>(count);
+    const py::gil_scoped_release nogil;
+    optim::block_square_sums(kernels, elements, count, out, threads);
+  }
+}
+
+void run_split_master(const py::buffer& master_buffer, const py::buffer& weight_buffer,
+                      const py::buffer& residual_buffer, unsigned threads, std::string_view isa) {
+  const optim::KernelTable& kernels = optim::kernels_for(isa);
+  const Array master(master_buffer, "master", false);
+  const Array weight(weight_buffer, "weight", true);
+  const Array residual(residual_buffer, "residual", true);
+  const size_t count = master.count();
+  const auto* from = master.elements<float>(count);
+  auto* to_weight = weight.elements<optim::Bf16>(count);
+  auto* to_residual = residual.elements<int16_t>(count);
+  const py::gil_scoped_release nogil;
+  optim::split_master(kernels, from, to_weight, to_residual, count, threads);
+}
+
+void run_join_master(const py::buffer& weight_buffer, const py::buffer& residual_buffer,
+                     const py::buffer& master_buffer, unsigned threads, std::string_view isa) {
+  const optim::KernelTable& kernels = optim::kernels_for(isa);
+  const Array weight(weight_buffer, "weight", false);
+  const Array residual(residual_buffer, "residual", false);
+  const Array master(master_buffer, "master", true);
+  const size_t count = weight.count();
+  const auto* from_weight = weight.elements<optim::Bf16>(count);
+  const auto* from_residual = residual.elements<int16_t>(count);
+  auto* to = master.elements<float>(count);
+  const py::gil_scoped_release nogil;
+  optim::join_master(kernels, from_weight, from_residual, to, count, threads);
+}
+
+void run_assign_weight(const py::buffer& weight_buffer, const py::buffer& residual_buffer,
+                       const py::buffer& fresh_buffer, unsigned threads, std::string_view isa) {
+  const optim::KernelTable& kernels = optim::kernels_for(isa);
+  const Array weight(weight_buffer, "weight", true);
+  const Array residual(residual_buffer, "residual", true);
+  const Array fresh(fresh_buffer, "fresh", false);
+  const size_t count = weight.count();
+  auto* to_weight = weight.elements<optim::Bf16>(count);
+  auto* to_residual = residual.elements<int16_t>(count);
+  const auto* from = fresh.elements<optim::Bf16>(count);
+  const py::gil_scoped_release nogil;
+  optim::assign_weight(kernels, to_weight, to_residual, from, count, threads);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_adam, m) {
+  m.doc() = "CPU optimizer kernels over flat arrays. Use offload.optim.kernels.";
+  m.attr("SQUARE_BLOCK") = optim::kSquareBlock;
+  m.def("isas", &optim::supported_isas);
+  m.def("adam", &run_adam, py::arg("weight"), py::arg("residual"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
+        py::arg("grad"), py::arg("segments"), py::kw_only(), py::arg("adamw_mode"), py::arg("grad_scale"),
+        py::arg("threads"), py::arg("isa"));
+  m.def("block_square_sums", &run_block_square_sums, py::arg("values"), py::arg("sums"), py::kw_only(),
+        py::arg("threads"), py::arg("isa"));
+  m.def("split_master", &run_split_master, py::arg("master"), py::arg("weight"), py::arg("residual"),
+        py::kw_only(), py::arg("threads"), py::arg("isa"));
+  m.def("join_master", &run_join_master, py::arg("weight"), py::arg("residual"), py::arg("master"),
+        py::kw_only(), py::arg("threads"), py::arg("isa"));
+  m.def("assign_weight", &run_assign_weight, py::arg("weight"), py::arg("residual"), py::arg("fresh"),
+        py::kw_only(), py::arg("threads"), py::arg("isa"));
+}

@@ -1,0 +1,94 @@
+#include "optim/adam.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "optim/blocks.h"
+
+namespace offload::optim {
+namespace {
+
+struct Work {
+  size_t begin;
+  size_t end;
+  size_t segment;
+};
+
+[[noreturn]] void refuse(size_t index, const std::string& what) {
+  throw std::invalid_argument("segment " + std::to_string(index) + ": " + what);
+}
+
+void check_number(size_t index, const char* name, double value, bool in_range, const char* range) {
+  if (!in_range) refuse(index, std::string(name) + " must be " + range + ", got " + std::to_string(value));
+}
+
+void check_segments(std::span<const AdamSegment> segments, size_t count) {
+  size_t previous_end = 0;
+  for (size_t i = 0; i < segments.size(); ++i) {
+    const AdamSegment& s = segments[i];
+    if (s.begin > s.end || s.end > count || s.begin < previous_end) {
+      refuse(i, "[" + std::to_string(s.begin) + ", " + std::to_string(s.end) + ") must lie in [" +
+                    std::to_string(previous_end) + ", " + std::to_string(count) +
+                    "): after the segment before it, inside the planes");
+    }
+    if (s.step < 1) refuse(i, "step must be at least 1, got " + std::to_string(s.step));
+    check_number(i, "lr", s.lr, std::isfinite(s.lr), "finite");
+    check_number(i, "beta1", s.beta1, s.beta1 >= 0 && s.beta1 < 1, "in [0, 1)");
+    check_number(i, "beta2", s.beta2, s.beta2 >= 0 && s.beta2 < 1, "in [0, 1)");
+    check_number(i, "eps", s.eps, std::isfinite(s.eps) && s.eps >= 0, "finite and not negative");
+    check_number(i, "weight_decay", s.weight_decay, std::isfinite(s.weight_decay), "finite");
+    previous_end = s.end;
+  }
+}
+
+// The one place where hyper-parameters lose their double precision.
+AdamCoefficients make_coefficients(const AdamSegment& s, bool decoupled, double grad_scale) {
+  const auto step = static_cast<double>(s.step);
+  const double bias1 = 1 - std::pow(s.beta1, step);
+  const double bias2 = 1 - std::pow(s.beta2, step);
+  const double lerp_weight = 1 - s.beta1;
+  const bool lerp_from_grad = lerp_weight >= 0.5;
+  return {
+      .grad_scale = static_cast<float>(grad_scale),
+      .keep = decoupled ? static_cast<float>(1 - s.lr * s.weight_decay) : 1.0F,
+      .decay_into_grad = decoupled ? 0.0F : static_cast<float>(s.weight_decay),
+      .lerp_weight = static_cast<float>(lerp_from_grad ? lerp_weight - 1 : lerp_weight),
+      .lerp_from_grad = lerp_from_grad,
+      .beta2 = static_cast<float>(s.beta2),
+      .one_minus_beta2 = static_cast<float>(1 - s.beta2),
+      .bias2_sqrt_inverse = static_cast<float>(1 / std::sqrt(bias2)),
+      .eps = static_cast<float>(s.eps),
+      .step_size = static_cast<float>(s.lr / bias1),
+  };
+}
+
+}  // namespace
+
+void adam_update(const KernelTable& kernels, AdamFormat format, const AdamPlanes& planes, size_t count,
+                 std::span<const AdamSegment> segments, const AdamOptions& options) {
+  check_segments(segments, count);
+  std::vector<AdamCoefficients> coefficients;
+  std::vector<Work> work;
+  coefficients.reserve(segments.size());
+  work.reserve(segments.size() + count / kBlockElements + 1);
+  for (size_t i = 0; i < segments.size(); ++i) {
+    const AdamSegment& s = segments[i];
+    coefficients.push_back(make_coefficients(s, options.decoupled, options.grad_scale));
+    for (size_t begin = s.begin; begin < s.end;) {
+      const size_t end = std::min((begin / kBlockElements + 1) * kBlockElements, s.end);
+      work.push_back({begin, end, i});
+      begin = end;
+    }
+  }
+  const KernelTable::Adam adam = kernels.adam[static_cast<size_t>(format)];
+  ThreadPool::shared().run(work.size(), options.threads, [&](size_t index) {
+    const IeeeDefaults ieee_defaults;
+    const Work& part = work[index];
+    adam(coefficients[part.segment], planes, part.begin, part.end);
+  });
+}
+
+}  // namespace offload::optim

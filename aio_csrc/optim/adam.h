@@ -1,0 +1,38 @@
+// One Adam or AdamW step over a chunk, on the pool.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "optim/kernel_table.h"
+
+namespace offload::optim {
+
+// Elements [begin, end) of a chunk, which share their hyper-parameters. `step` counts from 1. The bias
+// correction is computed from `step` alone: no state is carried from call to call, so any order of calls is
+// right.
+struct AdamSegment {
+  size_t begin;
+  size_t end;
+  int64_t step;
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+};
+
+struct AdamOptions {
+  bool decoupled;     // AdamW; else weight_decay is added to the gradient
+  double grad_scale;  // multiplies every gradient first: 1 / loss scale x clip coefficient
+  unsigned threads;
+};
+
+// Updates the elements of all segments in place and touches no other. Segments ascend and do not overlap;
+// throws std::invalid_argument, before anything is written, where one is out of order, out of [0, count) or
+// has a hyper-parameter out of range.
+void adam_update(const KernelTable& kernels, AdamFormat format, const AdamPlanes& planes, size_t count,
+                 std::span<const AdamSegment> segments, const AdamOptions& options);
+
+}  // namespace offload::optim

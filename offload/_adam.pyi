@@ -1,0 +1,29 @@
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy.typing as npt
+
+_Array = npt.NDArray[Any]
+
+SQUARE_BLOCK: Final[int]
+
+_Segment = tuple[int, int, int, float, float, float, float, float]
+
+def isas() -> list[str]: ...
+def adam(
+    weight: _Array,
+    residual: _Array | None,
+    exp_avg: _Array,
+    exp_avg_sq: _Array,
+    grad: _Array,
+    segments: Sequence[_Segment],
+    *,
+    adamw_mode: bool,
+    grad_scale: float,
+    threads: int,
+    isa: str,
+) -> None: ...
+def block_square_sums(values: _Array, sums: _Array, *, threads: int, isa: str) -> None: ...
+def split_master(master: _Array, weight: _Array, residual: _Array, *, threads: int, isa: str) -> None: ...
+def join_master(weight: _Array, residual: _Array, master: _Array, *, threads: int, isa: str) -> None: ...
+def assign_weight(weight: _Array, residual: _Array, fresh: _Array, *, threads: int, isa: str) -> None: ...
