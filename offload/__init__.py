@@ -21,12 +21,14 @@ _HOME = {
     "OffloadConfig": "config",
     "aio": "aio",
     "kernels": "optim.kernels",
+    "prepare": "api",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]
 
 if TYPE_CHECKING:
     from . import aio
+    from .api import prepare
     from .config import OffloadConfig
     from .errors import CheckpointError, ConfigError, OffloadError, PlanError, StoreError, TransferError
     from .optim import kernels

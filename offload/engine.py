@@ -77,6 +77,7 @@ class OffloadEngine:
         self._host = HostTier()
         self._failure: BaseException | None = None
         self._closed = False
+        self._on_close: list[Callable[[], None]] = []
         self._in_backward = False
         self._holds: dict[int, Hold] = {}  # of units in backward, oldest first
         self._updated: set[int] = set()  # units updated in this step, where the update runs in backward
@@ -105,6 +106,8 @@ class OffloadEngine:
             residuals = [self._passing.scratch()] * len(partition.units)
         self._bring_home(source, residuals, states)
         ledger.start_steps()
+        if store is not None:
+            store.start_steps()
 
     # -- set-up -------------------------------------------------------------------------------------------
 
@@ -271,7 +274,7 @@ class OffloadEngine:
             )
         self._squares.extend(squares)
         self._updated.add(unit)
-        self.pipeline.enqueue(self._unit_update(unit, plane, params, 1.0, passing.release), begin_now=True)
+        self.pipeline.enqueue(self._unit_update(unit, plane, params, 1.0, passing.release), in_backward=True)
         hold = self._holds.pop(unit, None)
         if hold is not None:
             hold.close()
@@ -300,7 +303,6 @@ class OffloadEngine:
         with self._guard():
             self._end_backward_if_open()
             applied = self._step_in_backward() if self._passing is not None else self._step_now()
-            self.weights.rewind()
             if applied:
                 self.ledger.steps += 1
             if self._first_forward is not None:
@@ -474,6 +476,12 @@ class OffloadEngine:
         if self._waiting is not None:
             self._waiting.release()
         self._holds.clear()
+        while self._on_close:
+            self._on_close.pop()()
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Calls back once when the engine has been closed."""
+        self._on_close.append(callback)
 
 
 def _square_sums(plane: torch.Tensor, params: list[StoredParam], *, whole: bool) -> list[float]:

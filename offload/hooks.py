@@ -86,7 +86,7 @@ class ModuleHooks:
         self._frames: list[_Frame] = []
         self._reading = False
         self._units_of: dict[nn.Module, tuple[int, ...]] = {}
-        self._runs: dict[int, int] = {}  # how often each unit has been entered in this forward
+        self._run: set[nn.Module] = set()  # modules that have run in this forward
         for stored in engine.partition.trainable:
             self._handles.append(
                 stored.param.register_post_accumulate_grad_hook(self._gradient_hook(stored))  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ class ModuleHooks:
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
         recomputing = _in_backward()
         if not self._frames and not recomputing:
-            self._runs.clear()
+            self._run.clear()
             self._engine.begin_forward(training=torch.is_grad_enabled())
         frame = _Frame(self._units_of[module])
         self._frames.append(frame)
@@ -124,11 +124,10 @@ class ModuleHooks:
                 continue
             if recomputing:
                 self._note_backward(unit)
-            else:
-                self._runs[unit] = self._runs.get(unit, 0) + 1
-                if self._runs[unit] > 1:
-                    self._engine.used_twice(unit)
+            elif module in self._run:
+                self._engine.used_twice(unit)
             frame.holds.append(self._engine.lease(unit))
+        self._run.add(module)
         if len(self._frames) == 1 and not recomputing and self._engine.weights.streamed:
             frame.saving = self._save_weights()
 

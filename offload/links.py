@@ -45,6 +45,12 @@ class NvmeLinks:
     def __init__(self, queue: Queue, ledger: Ledger) -> None:
         self._queue = queue
         self._ledger = ledger
+        self._seconds_before = (0.0, 0.0)
+
+    def start_steps(self) -> None:
+        """The set-up is over: its seconds do not count."""
+        stats = self._queue.stats()
+        self._seconds_before = (stats.read.seconds_busy, stats.write.seconds_busy)
 
     def read(
         self, buffer: torch.Tensor, offset: int, planes: Sequence[tuple[str, int]], *, priority: int = AHEAD
@@ -61,8 +67,8 @@ class NvmeLinks:
     def update_seconds(self) -> None:
         """Brings the ledger's seconds up to date with what the queue has measured."""
         stats = self._queue.stats()
-        for link, operation in (("nvme_read", "read"), ("nvme_write", "write")):
-            self._ledger.seconds[link] = stats[operation].busy_seconds
+        self._ledger.seconds["nvme_read"] = stats.read.seconds_busy - self._seconds_before[0]
+        self._ledger.seconds["nvme_write"] = stats.write.seconds_busy - self._seconds_before[1]
 
     def _count(self, link: str, planes: Sequence[tuple[str, int]], buffer: torch.Tensor) -> None:
         if sum(size for _, size in planes) != buffer.numel():

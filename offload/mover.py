@@ -18,7 +18,7 @@ from .blocks import BlockState, Copy, Lease, Residency
 from .errors import OffloadError
 from .ledger import Ledger
 from .links import AHEAD, NEEDED_NOW, Ticket
-from .schedule import PrefetchScheduler
+from .schedule import Phase, PrefetchScheduler
 
 Read = Callable[[int, torch.Tensor, int], Ticket]
 """Starts filling a slot with a unit's weight plane, at a priority."""
@@ -89,23 +89,27 @@ class Mover:
         if unit == self._last_used and copy.readable:
             return
         self._last_used = unit
-        self.scheduler.use(unit)
+        self.scheduler.use(unit, self.residency.present)
+        self.fetch_ahead()
         if copy.state is BlockState.ABSENT:
-            self._make_room()
-            self._fetch(unit, NEEDED_NOW)
+            self._fetch_now(unit)
         if copy.state is BlockState.LOADING:
             self._finish(unit)
-        with Lease(copy):
-            self.fetch_ahead()
 
-    def forget_last(self) -> None:
-        """A phase begins: the unit used last counts as used anew."""
+    def enter(self, phase: Phase, *, training: bool) -> None:
+        """Tells the scheduler that a phase begins, in which the unit used last counts as used anew."""
+        self.scheduler.enter(phase, self.residency.present, training=training)
         self._last_used = -1
 
     def lease(self, unit: int) -> Lease:
         """As :meth:`use`, and the unit stays until the lease is closed."""
         self.use(unit)
         return Lease(self.residency.copies[unit])
+
+    def keep(self, unit: int) -> Lease:
+        """As :meth:`lease`, but a unit that is present anyway does not count as used again."""
+        copy = self.residency.copies[unit]
+        return Lease(copy) if copy.readable else self.lease(unit)
 
     def plane(self, unit: int) -> torch.Tensor:
         """The slot of a present unit: its weight plane lies at the front."""
@@ -116,13 +120,8 @@ class Mover:
 
     def fetch_ahead(self) -> None:
         """Starts the fetches that the scheduler names; those for which no slot is free yet come later."""
-        residency = self.residency
-        evictable = {copy.block for copy in residency.droppable() if not self._slot(copy).is_looked_at}
         moves = self.scheduler.next_moves(
-            present=residency.present,
-            evictable=evictable,
-            free_slots=residency.free_slots,
-            ahead_max=len(self.slots) - 1,
+            evictable=self._droppable(), free_slots=self.residency.free_slots
         )
         for move in moves:
             if move.evict is not None:
@@ -151,6 +150,20 @@ class Mover:
         self._tickets.clear()
 
     # -- steps --------------------------------------------------------------------------------------------
+
+    def _droppable(self) -> set[int]:
+        """Units whose slot may be taken. See Note [Who still looks]."""
+        return {copy.block for copy in self.residency.droppable() if not self._slot(copy).is_looked_at}
+
+    def _fetch_now(self, unit: int) -> None:
+        """Fetches a unit that is needed at once: as was decided where it was foreseen, else in any slot."""
+        while self.scheduler.is_pending(unit) and self._reclaim():
+            self.fetch_ahead()
+        copy = self.residency.copies[unit]
+        if copy.state is BlockState.ABSENT:
+            self._make_room()
+            self._fetch(unit, NEEDED_NOW)
+            self.scheduler.deviated(unit, self.residency.present)
 
     def _fetch(self, unit: int, priority: int) -> None:
         copy = self.residency.begin(unit)
@@ -186,8 +199,7 @@ class Mover:
         """Frees a slot: the copy needed last goes first; then reads ahead are given up; then holds."""
         collected = False
         while not self.residency.free_slots:
-            unlooked = [copy.block for copy in self.residency.droppable() if not self._slot(copy).is_looked_at]
-            victim = self.scheduler.victim(unlooked)
+            victim = self.scheduler.victim(self._droppable())
             if victim is not None:
                 self._drop(victim)
             elif self._tickets:

@@ -81,7 +81,7 @@ class NvmeStates:
 class Weights(Protocol):
     """Where the pipeline finds the weight planes that it updates."""
 
-    def begin_update(self, unit: int) -> None:
+    def begin_update(self, unit: int, *, in_backward: bool) -> None:
         """Makes the unit present and keeps it so until :meth:`end_update`."""
 
     def plane(self, unit: int) -> torch.Tensor:
@@ -151,11 +151,12 @@ class OptimizerPipeline:
             self._announced.add(unit)
             self._jobs.extend(_Job(chunk) for chunk in self._plan.chunks_of[unit])
 
-    def enqueue(self, update: UnitUpdate, *, begin_now: bool = False) -> None:
+    def enqueue(self, update: UnitUpdate, *, in_backward: bool = False) -> None:
         """The unit's gradient is complete. Chunks without a segment are left alone.
 
         Args:
-            begin_now: keep the weights present from now on, as they are present anyway.
+            in_backward: the weights have just been used: they stay present from now on. Otherwise they are
+                fetched when it is their turn.
         """
         self.announce(update.unit)
         self._announced.discard(update.unit)
@@ -170,8 +171,8 @@ class OptimizerPipeline:
         update.chunks_left = len(touched)
         for job in touched:
             job.update = update
-        if begin_now:
-            self._begin(update)
+        if in_backward:
+            self._begin(update, in_backward=True)
 
     def run(self) -> None:
         """Does what can be done without waiting."""
@@ -280,7 +281,7 @@ class OptimizerPipeline:
         update, chunk, buffer = job.update, job.chunk, job.buffer
         if update is None or buffer is None:
             raise AssertionError(f"chunk {chunk.index} is not ready")
-        self._begin(update)
+        self._begin(update, in_backward=False)
         itemsize = self._plan.inventory.weight_itemsize
         begin, end = chunk.begin * itemsize, chunk.end * itemsize
         plane = self._weights.plane(update.unit)
@@ -298,10 +299,10 @@ class OptimizerPipeline:
         if not update.chunks_left:
             update.on_updated(update.unit)
 
-    def _begin(self, update: UnitUpdate) -> None:
+    def _begin(self, update: UnitUpdate, *, in_backward: bool) -> None:
         if not update.begun:
             update.begun = True
-            self._weights.begin_update(update.unit)
+            self._weights.begin_update(update.unit, in_backward=in_backward)
 
     def _cancel(self, job: _Job) -> None:
         self._jobs.remove(job)

@@ -291,6 +291,7 @@ class MemoryPlan:
         """The scheduler of the weights, as the engine starts with it."""
         return PrefetchScheduler(
             len(self.inventory.units),
+            self.weight_slots,
             micro_batches=self.placement.micro_batches,
             update_reads_weights=self.placement.update == "step",
         )
@@ -327,7 +328,7 @@ class MemoryPlan:
         return +moved
 
     def _fetches(self, steps: int) -> list[Sequence[int]]:
-        return steady_fetches(self.scheduler(), slots=self.weight_slots, steps=steps)
+        return steady_fetches(self.scheduler(), steps)
 
     def report(self) -> str:
         """The plan as a table, one line per purpose, then totals and traffic."""

@@ -7,17 +7,24 @@ what the last pass through the phase showed. Entering a phase puts the position 
 exception, an evaluation or a skipped step can never leave the scheduler out of step: what it says is a
 suggestion, and a unit that is used without having been announced is fetched on demand.
 
-Note [No harm]
-A fetch ahead of use may only drop a unit that is needed later than the one fetched. The scan over units
-is cyclic, so the unit with the farthest next use is the right one to drop (Belady 1966), and the number
-of fetches depends on the trace and the number of slots only, never on how fast the disk was.
+Note [Looking ahead]
+Which units are fetched must not depend on how fast the disk was, or no plan could predict the bytes. So a
+decision is taken once, at a fixed place in the trace, on a model of the slots: when a unit is used now, the
+use that comes `ahead` later is played through on the model, and where its unit is missing there, it takes the
+place of the unit that is then needed last (Belady 1966, the optimum for a known order), never of one that is
+used between now and then. The moves that come out are carried out in this order, each as soon as its victim
+may be dropped: a slow disk makes a fetch late, it never makes it another one.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+
+AHEAD_MAX = 2
+"""Uses ahead: one would leave the disk idle from the end of a fetch to the next use."""
 
 
 class Phase(Enum):
@@ -34,182 +41,207 @@ class Move:
     evict: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """A place in the trace: the next use is number `index` in the order of the phase."""
+
+    phase: Phase
+    micro_batch: int
+    index: int
+    training: bool
+
+
 class PrefetchScheduler:
-    """Follows the position in the trace and names the moves that pay. See Note [Phases], Note [No harm]."""
+    """Follows the trace and names the fetches that will be needed. See Note [Phases], Note [Looking ahead]."""
 
     def __init__(
-        self, unit_count: int, *, micro_batches: int = 1, update_reads_weights: bool = False
+        self, unit_count: int, slot_count: int, *, micro_batches: int = 1, update_reads_weights: bool = False
     ) -> None:
         forward = tuple(range(unit_count))
         self.unit_count = unit_count
         self.micro_batches = micro_batches
+        self._slot_count = slot_count
+        self._ahead = min(AHEAD_MAX, slot_count // 2)
         self._orders: dict[Phase, tuple[int, ...]] = {
             Phase.FORWARD: forward,
             Phase.BACKWARD: forward[::-1],
             Phase.UPDATE: forward if update_reads_weights else (),
         }
-        self._phase = Phase.FORWARD
-        self._training = True
-        self._index = 0
-        self._micro_batch = 0
         self._seen: list[int] = []
-
-    @property
-    def phase(self) -> Phase:
-        return self._phase
+        self._now = self._next = _Position(Phase.FORWARD, 0, 0, training=True)
+        self._current: int | None = None
+        self._window: deque[int] = deque()  # the uses between now and the model
+        self._model: set[int] = set()
+        self._pending: deque[Move] = deque()  # decided on the model and not started yet
+        self._restart(())
 
     def order(self, phase: Phase) -> tuple[int, ...]:
         """The order of units in a phase, as far as it is known."""
         return self._orders[phase]
 
-    def enter(self, phase: Phase, *, training: bool = True) -> None:
-        """Starts a phase. ``training=False``: a forward that no backward follows (evaluation, generation)."""
-        self._adopt(phase)
-        if self._phase is Phase.BACKWARD and phase is Phase.FORWARD and training:
-            self._micro_batch = (self._micro_batch + 1) % self.micro_batches
-        if phase is Phase.UPDATE:
-            self._micro_batch = self.micro_batches - 1
-        if self._phase is Phase.UPDATE and phase is not Phase.UPDATE:
-            self._micro_batch = 0
-        self._phase, self._training, self._index, self._seen = phase, training, 0, []
+    def enter(self, phase: Phase, present: Collection[int], *, training: bool = True) -> None:
+        """Starts a phase.
 
-    def use(self, unit: int) -> None:
+        Args:
+            present: units that hold a slot, for a new start where the phase was not the expected one.
+            training: False for a forward that no backward follows (evaluation, generation).
+        """
+        changed = self._adopt(phase)
+        self._seen = []
+        expected = self._normalised(self._now)
+        self._now = _Position(phase, self._micro_batch(phase, training), 0, training)
+        if changed or (self._orders[phase] and expected != self._now):
+            self._restart(present)
+
+    def use(self, unit: int, present: Collection[int]) -> None:
         """Says that a unit is used now; repeated uses in a row count once."""
         if self._seen and self._seen[-1] == unit:
             return
         self._seen.append(unit)
-        order = self._orders[self._phase]
-        if unit in order[self._index :]:
-            self._index = order.index(unit, self._index) + 1
+        self._current = unit
+        now = self._now
+        order = self._orders[now.phase]
+        if unit not in order[now.index :]:
+            return  # not foreseen: fetched on demand, and learned for the next pass
+        index = order.index(unit, now.index) + 1
+        self._now = _Position(now.phase, now.micro_batch, index, now.training)
+        if index == now.index + 1 and self._window and self._window[0] == unit:
+            self._window.popleft()
+            self._play_one()
+        else:
+            self._restart(present)
 
-    def rewind(self) -> None:
-        """Forgets the position: the next step starts from its beginning, with what was learned so far."""
-        self._phase, self._training, self._index, self._micro_batch, self._seen = (
-            Phase.FORWARD,
-            True,
-            0,
-            0,
-            [],
-        )
-
-    def upcoming(self) -> Iterator[int]:
-        """Units in the order in which they will be used after the current one, one whole step ahead."""
-        yield from self._orders[self._phase][self._index :]
-        phase, micro_batch = self._phase, self._micro_batch
-        for _ in range(2 * self.micro_batches + 2):
-            phase, micro_batch = self._following(phase, micro_batch)
-            yield from self._orders[phase]
-
-    def next_uses(self, units: Collection[int]) -> dict[int, int]:
-        """How many uses from now each unit is needed; a unit that is not foreseen comes last."""
-        missing, distances = set(units), {}
-        distance = 0
-        for distance, unit in enumerate(self.upcoming()):
-            if unit in missing:
-                distances[unit] = distance
-                missing.remove(unit)
-                if not missing:
-                    return distances
-        return distances | {unit: distance + 1 + unit for unit in missing}
-
-    def victim(self, evictable: Collection[int]) -> int | None:
-        """The unit whose next use is farthest away."""
-        if not evictable:
-            return None
-        distances = self.next_uses(evictable)
-        return max(distances, key=lambda unit: distances[unit])
-
-    def next_moves(
-        self, *, present: Collection[int], evictable: Collection[int], free_slots: int, ahead_max: int
-    ) -> list[Move]:
-        """Fetches for the next `ahead_max` distinct units, in order of use. `evictable` is part of `present`."""
-        wanted: dict[int, int] = {}
-        for distance, unit in enumerate(self.upcoming()):
-            if unit not in wanted:
-                if len(wanted) == ahead_max:
-                    break
-                wanted[unit] = distance
-        droppable = set(evictable)
+    def next_moves(self, *, evictable: Collection[int], free_slots: int) -> list[Move]:
+        """The moves that can be started now, in their order; the caller starts them all."""
         moves: list[Move] = []
-        for unit, distance in wanted.items():
-            if unit in present:
-                continue
-            if free_slots > 0:
-                free_slots -= 1
-                moves.append(Move(unit, None))
-                continue
-            distances = self.next_uses(droppable)
-            farthest = max(distances, key=lambda other: distances[other], default=None)
-            if farthest is None or distances[farthest] <= distance:
+        while self._pending:
+            move = self._pending[0]
+            if (free_slots == 0) if move.evict is None else (move.evict not in evictable):
                 break
-            droppable.remove(farthest)
-            moves.append(Move(unit, farthest))
+            free_slots -= move.evict is None
+            moves.append(self._pending.popleft())
         return moves
 
-    def _adopt(self, entered: Phase) -> None:
-        """Keeps the order just seen, where the phase was gone through to its end."""
-        if not self._seen:
+    def is_pending(self, unit: int) -> bool:
+        """Whether a fetch of the unit has been decided and not started."""
+        return any(move.unit == unit for move in self._pending)
+
+    def deviated(self, unit: int, present: Collection[int]) -> None:
+        """A unit in use was fetched against the model: what is present is the truth from now on."""
+        self._current = unit
+        self._restart(present)
+
+    def victim(self, evictable: Collection[int]) -> int | None:
+        """The unit to drop for one that is needed at once and was not foreseen: the farthest."""
+        return self._farthest(evictable, self._now)
+
+    # -- the model ----------------------------------------------------------------------------------------
+
+    def _restart(self, present: Collection[int]) -> None:
+        """Starts the model anew from what is present."""
+        self._model = set(present)
+        self._pending.clear()
+        self._window.clear()
+        self._next = self._now
+        for _ in range(self._ahead):
+            self._play_one()
+
+    def _play_one(self) -> None:
+        """Plays the next use through on the model."""
+        position = self._normalised(self._next)
+        unit = self._orders[position.phase][position.index]
+        self._next = _Position(position.phase, position.micro_batch, position.index + 1, position.training)
+        kept = {*self._window, self._current}
+        self._window.append(unit)
+        if unit in self._model:
             return
-        forward_done = self._phase is Phase.FORWARD and (entered is Phase.BACKWARD or not self._training)
-        if forward_done or self._phase is Phase.BACKWARD:
-            self._orders[self._phase] = tuple(self._seen)
+        evict = None
+        if len(self._model) >= self._slot_count:
+            evict = self._farthest(self._model - kept, self._next)
+            if evict is None:
+                return  # more is in use than there are slots: fetched on demand
+            self._model.remove(evict)
+        self._model.add(unit)
+        self._pending.append(Move(unit, evict))
 
-    def _following(self, phase: Phase, micro_batch: int) -> tuple[Phase, int]:
-        if not self._training:
-            return Phase.FORWARD, 0
-        if phase is Phase.FORWARD:
-            return Phase.BACKWARD, micro_batch
-        if phase is Phase.BACKWARD:
-            if micro_batch + 1 < self.micro_batches:
-                return Phase.FORWARD, micro_batch + 1
-            return Phase.UPDATE, micro_batch
-        return Phase.FORWARD, 0
+    def _farthest(self, units: Collection[int], position: _Position) -> int | None:
+        """The one of the units that is needed last after a position; a unit that is not foreseen comes last."""
+        missing, last = set(units), None
+        for unit in self._upcoming(position):
+            if unit in missing:
+                last = unit
+                missing.remove(unit)
+                if not missing:
+                    return last
+        return max(missing) if missing else last
+
+    def _upcoming(self, position: _Position) -> Iterator[int]:
+        """The uses after a position, one whole step ahead."""
+        yield from self._orders[position.phase][position.index :]
+        for _ in range(2 * self.micro_batches + 2):
+            position = self._following(position)
+            yield from self._orders[position.phase]
+
+    # -- positions ----------------------------------------------------------------------------------------
+
+    def _normalised(self, position: _Position) -> _Position:
+        """The same place, not at the end of a phase but at the begin of the next one that has a use."""
+        while position.index >= len(self._orders[position.phase]):
+            position = self._following(position)
+        return position
+
+    def _following(self, position: _Position) -> _Position:
+        phase, micro_batch = Phase.FORWARD, 0
+        if position.training and position.phase is Phase.FORWARD:
+            phase, micro_batch = Phase.BACKWARD, position.micro_batch
+        elif position.training and position.phase is Phase.BACKWARD:
+            last = position.micro_batch + 1 >= self.micro_batches
+            phase = Phase.UPDATE if last else Phase.FORWARD
+            micro_batch = position.micro_batch + (not last)
+        return _Position(phase, micro_batch, 0, position.training)
+
+    def _micro_batch(self, phase: Phase, training: bool) -> int:
+        """The number of the micro-batch in which a phase is entered now."""
+        now = self._now
+        if phase is Phase.UPDATE:
+            return self.micro_batches - 1
+        if phase is Phase.FORWARD and training and now.phase is Phase.BACKWARD:
+            return (now.micro_batch + 1) % self.micro_batches
+        return 0 if now.phase is Phase.UPDATE else now.micro_batch
+
+    def _adopt(self, entered: Phase) -> bool:
+        """Keeps the order just seen, where the phase was gone through to its end. Whether it is a new one."""
+        now = self._now
+        forward_done = now.phase is Phase.FORWARD and (entered is Phase.BACKWARD or not now.training)
+        if not self._seen or not (forward_done or now.phase is Phase.BACKWARD):
+            return False
+        seen = tuple(self._seen)
+        changed = seen != self._orders[now.phase]
+        self._orders[now.phase] = seen
+        return changed
 
 
-def count_fetches(scheduler: PrefetchScheduler, *, slots: int, steps: int) -> list[list[int]]:
-    """Which units are fetched in each step, found by going through the trace with the same decisions.
+def count_fetches(scheduler: PrefetchScheduler, steps: int) -> list[list[int]]:
+    """Which units are fetched in each step of a run that follows the trace, with nothing present at first.
 
     Args:
-        scheduler: a fresh one; it is advanced.
-        slots: how many units fit at once.
-        steps: how many steps, the first of which starts with nothing present.
+        scheduler: a fresh one; it is advanced. A step's fetches include those that it makes for the next.
     """
-    present: set[int] = set()
     fetched: list[list[int]] = []
     for _ in range(steps):
         this_step: list[int] = []
         fetched.append(this_step)
-        phases = [Phase.FORWARD, Phase.BACKWARD] * scheduler.micro_batches + [Phase.UPDATE]
-        for phase in phases:
-            scheduler.enter(phase)
+        for phase in [Phase.FORWARD, Phase.BACKWARD] * scheduler.micro_batches + [Phase.UPDATE]:
+            scheduler.enter(phase, ())
             for unit in scheduler.order(phase):
-                scheduler.use(unit)
-                if unit not in present:
-                    if len(present) == slots:
-                        present.remove(_required(scheduler.victim(present)))
-                    present.add(unit)
-                    this_step.append(unit)
-                moves = scheduler.next_moves(
-                    present=present,
-                    evictable=present - {unit},
-                    free_slots=slots - len(present),
-                    ahead_max=slots - 1,
-                )
-                for move in moves:
-                    if move.evict is not None:
-                        present.remove(move.evict)
-                    present.add(move.unit)
-                    this_step.append(move.unit)
+                scheduler.use(unit, ())
+                units = range(scheduler.unit_count)
+                moves = scheduler.next_moves(evictable=units, free_slots=scheduler.unit_count)
+                this_step.extend(move.unit for move in moves)
     return fetched
 
 
-def _required(unit: int | None) -> int:
-    if unit is None:
-        raise AssertionError("no unit to drop although all slots are taken")
-    return unit
-
-
-def steady_fetches(scheduler: PrefetchScheduler, *, slots: int, steps: int) -> list[Sequence[int]]:
-    """As :func:`count_fetches` for any number of steps: the third step repeats for ever."""
-    known: list[Sequence[int]] = list(count_fetches(scheduler, slots=slots, steps=min(steps, 3)))
+def steady_fetches(scheduler: PrefetchScheduler, steps: int) -> list[Sequence[int]]:
+    """As :func:`count_fetches` for any number of steps: from the third on, all are the same."""
+    known: list[Sequence[int]] = list(count_fetches(scheduler, min(steps, 3)))
     return known + [known[-1]] * (steps - len(known))

@@ -42,9 +42,6 @@ class ResidentWeights:
     def enter(self, phase: Phase, *, training: bool = True) -> None:
         return None
 
-    def rewind(self) -> None:
-        return None
-
     def use(self, unit: int) -> None:
         return None
 
@@ -61,7 +58,7 @@ class ResidentWeights:
     def unit_at(self, tensor: torch.Tensor) -> int | None:
         return None
 
-    def begin_update(self, unit: int) -> None:
+    def begin_update(self, unit: int, *, in_backward: bool) -> None:
         return None
 
     def store(self, unit: int, begin: int, end: int) -> Ticket:
@@ -120,13 +117,7 @@ class StreamedWeights:
 
     def enter(self, phase: Phase, *, training: bool = True) -> None:
         """Tells the scheduler that a phase begins."""
-        self.mover.scheduler.enter(phase, training=training)
-        self.mover.forget_last()
-
-    def rewind(self) -> None:
-        """Tells the scheduler that a step has ended."""
-        self.mover.scheduler.rewind()
-        self.mover.forget_last()
+        self.mover.enter(phase, training=training)
 
     def use(self, unit: int) -> None:
         self.mover.use(unit)
@@ -145,8 +136,8 @@ class StreamedWeights:
         else:
             self._partition.detach(unit)
 
-    def begin_update(self, unit: int) -> None:
-        self._updating[unit] = self.mover.lease(unit)
+    def begin_update(self, unit: int, *, in_backward: bool) -> None:
+        self._updating[unit] = self.mover.keep(unit) if in_backward else self.mover.lease(unit)
         self.mover.residency.copies[unit].advance(BlockState.DIRTY)
 
     def store(self, unit: int, begin: int, end: int) -> Ticket:

@@ -7,7 +7,7 @@ import logging
 import torch
 
 from ..aio import Queue
-from ..config import AioConfig
+from ..config.schema import Aio
 from ..ledger import Ledger
 from ..links import AHEAD, DoneTicket, NvmeLinks, Ticket
 from ..plan import Chunk, MemoryPlan
@@ -30,7 +30,7 @@ class SwapStore:
         self.path = directory.path
 
     @classmethod
-    def open(cls, nvme_path: str, plan: MemoryPlan, aio: AioConfig, ledger: Ledger, *, rank: int = 0) -> SwapStore:
+    def open(cls, nvme_path: str, plan: MemoryPlan, aio: Aio, ledger: Ledger, *, rank: int = 0) -> SwapStore:
         """Makes the directory and the file, with all its space, or leaves nothing behind.
 
         Raises:
@@ -108,6 +108,10 @@ class SwapStore:
         ]
 
     # -- end ----------------------------------------------------------------------------------------------
+
+    def start_steps(self) -> None:
+        """The set-up is over: from now on seconds count."""
+        self._links.start_steps()
 
     def update_seconds(self) -> None:
         """Brings the ledger's busy seconds up to date."""

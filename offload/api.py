@@ -1,0 +1,204 @@
+"""The public functions: a model and a configuration in, a model that trains anywhere out."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import lifetime, metrics
+from .config import OffloadConfig
+from .config.training import Optimizer
+from .engine import OffloadEngine, Source
+from .errors import ConfigError
+from .hooks import ModuleHooks
+from .ledger import Ledger
+from .optimizer import OffloadOptimizer
+from .partition import Partition
+from .plan import CHUNK_ELEMENTS_MAX, WEIGHT_ITEMSIZE, Home, MemoryPlan, Placement
+from .store import SwapStore
+
+logger = logging.getLogger("offload")
+
+HOST_SHARE = 0.8
+"""Of the memory that is available at the start, for `memory.host_bytes: "auto"`."""
+
+ConfigLike = OffloadConfig | Mapping[str, Any] | str | Path
+
+
+def prepare(
+    model: nn.Module,
+    config: ConfigLike,
+    params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+    *,
+    activation_bytes: int = 0,
+) -> tuple[nn.Module, OffloadOptimizer]:
+    """Takes over a model's parameters and returns it with the optimizer that trains it.
+
+    Args:
+        model: any module; it is changed in place and returned. Floating-point parameters are computed in the
+            configuration's precision from now on, the values they have become the exact fp32 master.
+        config: a dict, a path, JSON text, or an OffloadConfig.
+        params: parameters or parameter groups to train; all that require a gradient where it is None.
+        activation_bytes: what the computation keeps in host memory, for the plan; 0 leaves it out.
+
+    Returns:
+        The model and a torch optimizer; ``optimizer.engine`` has ``report()``, ``plan`` and ``close()``.
+
+    Raises:
+        ConfigError, PlanError, StoreError: before anything has been changed or created.
+    """
+    return prepare_from(model, config, params, source=lambda stored: stored.param, activation_bytes=activation_bytes)
+
+
+def prepare_from(
+    model: nn.Module,
+    config: ConfigLike,
+    params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
+    *,
+    source: Source,
+    activation_bytes: int = 0,
+) -> tuple[nn.Module, OffloadOptimizer]:
+    """As :func:`prepare`, with the initial values from ``source`` instead of from the parameters."""
+    settings = OffloadConfig.from_any(config)
+    refuse_unbuilt(settings)
+    numbers = (settings.optimizer or Optimizer(type="AdamW")).settings()
+    groups = _groups(model, params)
+    optimizer = OffloadOptimizer(
+        groups,
+        {"lr": numbers.lr, "betas": numbers.betas, "eps": numbers.eps, "weight_decay": numbers.weight_decay},
+    )
+    partition = Partition(model, optimizer.param_groups, settings.precision, activation_bytes=activation_bytes)
+    plan = MemoryPlan.build(placement_of(settings), partition.inventory)
+    ledger = Ledger()
+    store = None
+    if path := nvme_path_of(settings):
+        store = SwapStore.open(path, plan, settings.aio, ledger)
+    engine = OffloadEngine(
+        partition,
+        plan,
+        groups=optimizer.param_groups,
+        adamw_mode=numbers.adamw_mode,
+        clip_norm=settings.gradient_clipping or 0.0,
+        store=store,
+        ledger=ledger,
+        source=source,
+    )
+    engine.on_close(ModuleHooks(model, engine).remove)
+    lifetime.register(engine)
+    engine.on_close(functools.partial(lifetime.forget, engine))
+    optimizer.bind(engine)
+    for note in settings.notes:
+        logger.info("%s", note)
+    logger.info("%s", plan.report())
+    return model, optimizer
+
+
+def placement_of(config: OffloadConfig) -> Placement:
+    """What a configuration asks for, with the budgets of this machine where it says "auto"."""
+    zero, memory = config.zero_optimization, config.memory
+    precision = config.precision
+    if precision == "fp16":
+        raise AssertionError("fp16 is refused before this")
+    accumulation = config.resolve_batch(1).accumulation
+    update = zero.offload_optimizer.update
+    grad_itemsize = WEIGHT_ITEMSIZE[precision]
+    if config.data_types.grad_accum_dtype == "fp32" or (
+        config.data_types.grad_accum_dtype is None and accumulation > 1
+    ):
+        grad_itemsize = 4
+    host_bytes = memory.host_bytes
+    if host_bytes == "auto":
+        host_bytes = int(metrics.memory_available_bytes() * HOST_SHARE)
+    return Placement(
+        precision=precision,
+        param_home=_home(zero.offload_param.device),
+        state_home=_home(zero.offload_optimizer.device),
+        update="backward" if update == "backward" else "step",
+        grad_itemsize=grad_itemsize,
+        micro_batches=accumulation,
+        host_bytes=host_bytes,
+        nvme_bytes=None if memory.nvme_bytes == "auto" else memory.nvme_bytes,
+        chunk_elements_max=min(zero.sub_group_size or CHUNK_ELEMENTS_MAX, CHUNK_ELEMENTS_MAX),
+    )
+
+
+def nvme_path_of(config: OffloadConfig) -> str | None:
+    """The one directory for swap files; None where nothing is homed on nvme."""
+    zero = config.zero_optimization
+    paths = {
+        path.path
+        for block in (zero.offload_param, zero.offload_optimizer)
+        if block.device == "nvme"
+        for path in block.nvme_path
+    }
+    return next(iter(paths), None)
+
+
+def refuse_unbuilt(config: OffloadConfig) -> None:
+    """Raises ConfigError naming every setting that this version does not carry out yet."""
+    zero, problems = config.zero_optimization, []
+
+    def refuse(path: str, what: str, instead: str) -> None:
+        problems.append(f"{path}: {what} is not built yet; {instead}")
+
+    if config.precision == "fp16":
+        refuse("fp16.enabled", "fp16 training", "use bf16, which needs no loss scale, or fp32")
+    if zero.offload_optimizer.state_format != "fp32":
+        refuse(
+            "zero_optimization.offload_optimizer.state_format",
+            f"the format {zero.offload_optimizer.state_format!r}",
+            "use 'fp32', the exact one",
+        )
+    if zero.offload_optimizer.update == "deferred":
+        refuse("zero_optimization.offload_optimizer.update", "'deferred'", "use 'step' or 'backward'")
+    for block in ("offload_param", "offload_optimizer"):
+        if getattr(zero, block).device == "auto":
+            refuse(f"zero_optimization.{block}.device", "'auto'", "choose none, cpu or nvme")
+    paths = {
+        path.path
+        for block in (zero.offload_param, zero.offload_optimizer)
+        if block.device == "nvme"
+        for path in block.nvme_path
+    }
+    if len(paths) > 1:
+        refuse("zero_optimization", "swapping to several paths", f"use one of {', '.join(sorted(paths))} for both")
+    if config.durability.generations == 2:
+        refuse("durability.generations", "a second generation", "use 1: the swap files do not outlive the run")
+    if config.micro_batching == "per_unit":
+        refuse("micro_batching", "'per_unit'", "use 'per_step'")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        refuse("WORLD_SIZE", "training on several ranks", "start one process")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _home(device: str) -> Home:
+    return "nvme" if device == "nvme" else "host"
+
+
+def _groups(
+    model: nn.Module, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """Parameter groups as dictionaries, without parameters that need no gradient, and without empty groups."""
+    given: list[Any] = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
+    if given and not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = []
+    for group in given:
+        members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        trained = [param for param in members if param.requires_grad]
+        if trained:
+            groups.append({**group, "params": trained})
+    if not groups:
+        raise ConfigError(
+            "the model has no trainable parameter; set requires_grad on what should be trained, or use the model"
+            " without an engine"
+        )
+    return groups

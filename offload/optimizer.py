@@ -1,0 +1,69 @@
+"""The engine's optimizer as torch, LR schedulers and trainers know optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .engine import OffloadEngine
+from .errors import ConfigError, OffloadError
+
+
+class OffloadOptimizer(torch.optim.Optimizer):
+    """Adam or AdamW over planes that may lie anywhere.
+
+    ``param_groups`` are the real ones: learning rates, betas, eps and weight decay may be changed at any time
+    and count from the next update. ``optimizer.engine`` is the engine.
+    """
+
+    engine: OffloadEngine
+
+    def __init__(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
+        self._bound = False
+        super().__init__(list(groups), defaults)
+        for index, group in enumerate(self.param_groups):
+            for key, low, high in (("lr", 0.0, None), ("eps", 0.0, None), ("weight_decay", 0.0, None)):
+                _check_range(f"parameter group {index}: {key}", group[key], low, high)
+            for beta in group["betas"]:
+                _check_range(f"parameter group {index}: a beta", beta, 0.0, 1.0)
+
+    def bind(self, engine: OffloadEngine) -> None:
+        """Gives the optimizer its engine; from now on the set of parameters is fixed."""
+        self.engine = engine
+        self._bound = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Applies the gradients to every parameter that has one.
+
+        A step with a gradient that is not finite is refused as a whole: nothing changes, and
+        ``optimizer.engine.ledger.skipped_steps`` counts it.
+
+        Args:
+            closure: evaluates the model and returns the loss; called once, before the update.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.engine.step()
+        return loss
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_`` over all parameters of this optimizer. Returns the norm before."""
+        return torch.tensor(self.engine.clip_grad_norm(float(max_norm)))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._bound:
+            raise OffloadError(
+                "parameter groups are fixed once the model is prepared; pass all groups to offload.prepare(params=...)"
+            )
+        super().add_param_group(param_group)
+
+
+def _check_range(name: str, value: float, low: float, high: float | None) -> None:
+    if not low <= float(value) or (high is not None and not float(value) < high):
+        bound = f"in [{low:g}, {high:g})" if high is not None else f"at least {low:g}"
+        raise ConfigError(f"{name} must be {bound}, got {value}")
