@@ -83,19 +83,22 @@ def read_block(cls: type[Block], data: object, path: str, report: Report, unknow
         where, value = join(path, spec.name), given.get(spec.name)
         if value is None:
             if spec.is_required:
-                raise UnfitError(f"{spec.name} is missing; write {_example(spec)}")
+                report.problem(where, f"is missing; write {_example(spec)}")
+                values[spec.name] = None  # never seen: the report holds a problem
             continue
         if is_auto(value) and not spec.kind.takes_auto:
             if spec.is_required:
-                raise UnfitError(f'{spec.name} is "auto" and nothing fills it in; write {_example(spec)}')
-            report.note(where, f'"auto" is taken as its default{_default(spec)}')
+                report.problem(where, f'"auto" is not filled in by anything; write {_example(spec)}')
+                values[spec.name] = None
+                continue
+            report.note(where, f'"auto" is taken as {_default(spec)}')
             continue
         try:
             values[spec.name] = _read(spec.kind, value, where, report, unknown)
         except UnfitError as error:
             report.problem(where, str(error))
             if spec.is_required:
-                values[spec.name] = None  # never seen: the report holds a problem
+                values[spec.name] = None
         else:
             if spec.kind.is_hint:
                 report.note(where, "a hint; the memory plan decides")
@@ -109,15 +112,17 @@ def _read(kind: Kind, value: object, path: str, report: Report, unknown: Unknown
 
 
 def _example(spec: Spec) -> str:
-    if isinstance(spec.kind, Choice):
-        return f'"{spec.name}": ' + " or ".join(show(option) for option in spec.kind.options)
-    return f'"{spec.name}": a number'
+    return (
+        " or ".join(show(option) for option in spec.kind.options)
+        if isinstance(spec.kind, Choice)
+        else "a number"
+    )
 
 
 def _default(spec: Spec) -> str:
     if spec.kind.is_hint:
-        return "; the memory plan decides"
-    return "" if spec.default is None else f", {show(spec.default)}"
+        return "absent; the memory plan decides"
+    return "absent" if spec.default in (None, ()) else f"its default, {show(spec.default)}"
 
 
 class _Nested(Kind):
@@ -156,28 +161,31 @@ class OneOf(_Nested):
         for key in given.keys() - {"type", "params"}:
             report.problem(join(path, key), unknown(path, key, ["type", "params"]))
         if given.get("type") is None:
-            raise UnfitError(f"type is missing; write one of {', '.join(self.options)}")
-        try:
-            name = Choice(*self.options).read(given["type"], join(path, "type"), report)
-        except UnfitError as error:
-            report.problem(join(path, "type"), str(error))
+            report.problem(join(path, "type"), f"is missing; write one of {', '.join(self.options)}")
             return None
-        option = self.options[str(name)]
-
-        def unknown_param(where: str, key: str, known: Sequence[str]) -> str:
-            owners = [
-                other for other, cls in self.options.items() if key in [spec.name for spec in specs(cls)]
-            ]
-            if owners:
-                return f"is a setting of {', '.join(owners)}, not of {name}; {name} takes {', '.join(known)}"
-            return unknown(where, key, known)
-
-        params = given.get("params")
-        return self.cls(
-            params=read_block(
-                option, {} if params is None else params, join(path, "params"), report, unknown_param
+        where = join(path, "type")
+        try:
+            option = self.options[str(Choice(*self.options).read(given["type"], where, report))]
+            where = join(path, "params")
+            params = {} if given.get("params") is None else given["params"]
+            return self.cls(
+                params=read_block(option, params, where, report, self._unknown_in(option, unknown))
             )
-        )
+        except UnfitError as error:
+            report.problem(where, str(error))
+            return None
+
+    def _unknown_in(self, option: type[Any], unknown: UnknownKey) -> UnknownKey:
+        """Says first which of the other options a setting belongs to."""
+
+        def told(path: str, key: str, known: Sequence[str]) -> str:
+            owners = [name for name, cls in self.options.items() if key in [spec.name for spec in specs(cls)]]
+            if not owners:
+                return unknown(path, key, known)
+            name = option.__name__
+            return f"is a setting of {', '.join(owners)}, not of {name}; {name} takes {', '.join(known)}"
+
+        return told
 
     def write(self, value: Any) -> dict[str, Any]:
         return {"type": type(value.params).__name__, "params": write_block(value.params)}

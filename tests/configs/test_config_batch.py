@@ -61,8 +61,8 @@ def test_g03_the_error_has_the_three_numbers_and_the_way_out():
     with pytest.raises(ConfigError) as caught:
         config.resolve_batch(world_size=1)
     assert str(caught.value) == (
-        "train_batch_size: 32 is not train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 1 x 1 rank = 4; "
-        "run on 8 ranks, or leave one of the three out"
+        "train_batch_size: 32 is not train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 1 "
+        "x 1 rank = 4; run on 8 ranks, or leave one of the three out"
     )
     assert config.resolve_batch(world_size=8) == (32, 4, 1)
 

@@ -60,7 +60,11 @@ def test_the_walk_finds_settings():
     assert "zero_optimization.sub_group_size" in HINTS
     assert "train_batch_size" in COUNTS
     assert {"optimizer.params.lr", "memory.host_bytes"} <= NUMBERS.keys()
-    assert {path for path, _ in block_keys(OffloadConfig)} >= {"memory", "aio", "zero_optimization.offload_param"}
+    assert {path for path, _ in block_keys(OffloadConfig)} >= {
+        "memory",
+        "aio",
+        "zero_optimization.offload_param",
+    }
 
 
 @pytest.mark.parametrize("path", HINTS)
@@ -95,7 +99,9 @@ def test_g04_changed_sizes_are_noted():
 
 
 @pytest.mark.parametrize("path", NUMBERS)
-@pytest.mark.parametrize("value", [True, False, -2, float("inf"), float("nan"), "1e400", "h*h", "", [], {}, "$N"])
+@pytest.mark.parametrize(
+    "value", [True, False, -2, float("inf"), float("nan"), "1e400", "h*h", "", [], {}, "$N"]
+)
 def test_g04_never_a_number(path: str, value: object):
     if path == "steps_per_print" and value == float("inf"):
         assert read(path, value) == 0  # "never", as one launcher writes it
@@ -112,7 +118,14 @@ def test_g04_counts_are_whole(path: str):
 
 @pytest.mark.parametrize(
     ("value", "wanted"),
-    [("8GiB", 8 << 30), ("160 MiB", 160 << 20), ("8GB", 8 * 10**9), (4096, 4096), (1e9, 10**9), ("1e9", 10**9)],
+    [
+        ("8GiB", 8 << 30),
+        ("160 MiB", 160 << 20),
+        ("8GB", 8 * 10**9),
+        (4096, 4096),
+        (1e9, 10**9),
+        ("1e9", 10**9),
+    ],
 )
 def test_byte_sizes(value: object, wanted: int):
     assert read("memory.host_bytes", value) == wanted

@@ -1,4 +1,5 @@
-"""Text to dictionary: the standard library is the oracle for plain JSON, line and column for everything else."""
+"""Text to dictionary: the standard library is the oracle for plain JSON, line and column for everything
+else."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.text(), JSON, max_size=5), st.sampled_from([None, 2]), st.booleans())
 @settings(deadline=None)
-def test_plain_json_reads_as_the_standard_library_reads_it(value: dict[str, Any], indent: int | None, ascii_only: bool):
+def test_plain_json_reads_as_the_standard_library_reads_it(
+    value: dict[str, Any], indent: int | None, ascii_only: bool
+):
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
     assert parse(text) == json.loads(text) == value
 
 
-@given(st.text(alphabet='{}[]:,"\\/#*-+.0123456789eEtruefalsn \n$\'', max_size=40))
+@given(st.text(alphabet="{}[]:,\"\\/#*-+.0123456789eEtruefalsn \n$'", max_size=40))
 @settings(deadline=None, max_examples=300)
 def test_any_text_is_a_block_or_a_configuration_error(text: str):
     try:
@@ -78,10 +81,13 @@ def test_extreme_numbers():
         ('{\n  "a": 1,\n  "a": 2}', "line 3, column 3: 'a' is given twice in one block; keep one"),
         ('{"é": {"b": 1, "b": 2}}', "line 1, column 16: 'b' is given twice in one block; keep one"),
         ('{"a": 1\n "b": 2}', "line 2, column 2: '\"' where , or } is expected; write it"),
-        ('# c\n{"a":\n   $X}', "line 3, column 4: $X is a shell variable that nothing filled in; write its value"),
+        (
+            '# c\n{"a":\n   $X}',
+            "line 3, column 4: $X is a shell variable that nothing filled in; write its value",
+        ),
         ('{"a": "$(pwd)", "b": $(nproc)}', "line 1, column 22: $(nproc) is a shell variable"),
         ('{"a": True}', "line 1, column 7: True is Python's spelling; write true"),
-        ("{'a': 1}", "line 1, column 2: \"'\" where a key is expected"),
+        ("{'a': 1}", 'line 1, column 2: "\'" where a key is expected'),
         ("{\"a\": 'x'}", 'line 1, column 7: strings stand in double quotes; write "..."'),
         ('{"a": 01}', "line 1, column 7: '01' is not a value"),
         ('{"a": "b', 'line 1, column 7: unterminated string starting; close the string with "'),
