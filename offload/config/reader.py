@@ -71,37 +71,30 @@ def _kind(hint: Any) -> Kind:
 
 
 def read_block(cls: type[Block], data: object, path: str, report: Report, unknown: UnknownKey) -> Block:
-    """A ``cls`` from ``data``. Problems go to ``report``, and the settings they are about keep their
-    defaults."""
+    """A ``cls`` from ``data``. Problems go to ``report``; the settings they are about keep their defaults."""
     given = keyed(data, path, report)
     known = [spec.name for spec in specs(cls)]
     for key in given:
         if key not in known:
             report.problem(join(path, key), unknown(path, key, known))
-    values: dict[str, Any] = {}
+    # A required setting without a value stays None, which nobody sees: the report then holds a problem.
+    values: dict[str, Any] = {spec.name: None for spec in specs(cls) if spec.is_required}
     for spec in specs(cls):
         where, value = join(path, spec.name), given.get(spec.name)
-        if value is None:
-            if spec.is_required:
-                report.problem(where, f"is missing; write {_example(spec)}")
-                values[spec.name] = None  # never seen: the report holds a problem
-            continue
-        if is_auto(value) and not spec.kind.takes_auto:
-            if spec.is_required:
-                report.problem(where, f'"auto" is not filled in by anything; write {_example(spec)}')
-                values[spec.name] = None
-                continue
+        is_wish = is_auto(value) and not spec.kind.takes_auto
+        if spec.is_required and (value is None or is_wish):
+            what = "is missing" if value is None else '"auto" is not filled in by anything'
+            report.problem(where, f"{what}; write {_example(spec)}")
+        elif is_wish:
             report.note(where, f'"auto" is taken as {_default(spec)}')
-            continue
-        try:
-            values[spec.name] = _read(spec.kind, value, where, report, unknown)
-        except UnfitError as error:
-            report.problem(where, str(error))
-            if spec.is_required:
-                values[spec.name] = None
-        else:
-            if spec.kind.is_hint:
-                report.note(where, "a hint; the memory plan decides")
+        elif value is not None:
+            try:
+                values[spec.name] = _read(spec.kind, value, where, report, unknown)
+            except UnfitError as error:
+                report.problem(where, str(error))
+            else:
+                if spec.kind.is_hint:
+                    report.note(where, "a hint; the memory plan decides")
     return cls(**values)
 
 
@@ -112,11 +105,9 @@ def _read(kind: Kind, value: object, path: str, report: Report, unknown: Unknown
 
 
 def _example(spec: Spec) -> str:
-    return (
-        " or ".join(show(option) for option in spec.kind.options)
-        if isinstance(spec.kind, Choice)
-        else "a number"
-    )
+    if isinstance(spec.kind, Choice):
+        return " or ".join(show(option) for option in spec.kind.options)
+    return "a number"
 
 
 def _default(spec: Spec) -> str:
@@ -149,8 +140,7 @@ class BlockOf(_Nested):
 
 
 class OneOf(_Nested):
-    """``{"type": NAME, "params": {...}}``, where the name selects the class of the params;
-    ``cls(params=...)``."""
+    """``{"type": NAME, "params": {...}}``, where the name selects the class of ``cls.params``."""
 
     def __init__(self, cls: type[Any], options: Sequence[type[Any]]) -> None:
         self.cls: Final = cls
@@ -158,8 +148,9 @@ class OneOf(_Nested):
 
     def read_with(self, value: object, path: str, report: Report, unknown: UnknownKey) -> Any:
         given = keyed(value, path, report)
-        for key in given.keys() - {"type", "params"}:
-            report.problem(join(path, key), unknown(path, key, ["type", "params"]))
+        for key in given:
+            if key not in ("type", "params"):
+                report.problem(join(path, key), unknown(path, key, ["type", "params"]))
         if given.get("type") is None:
             report.problem(join(path, "type"), f"is missing; write one of {', '.join(self.options)}")
             return None

@@ -18,7 +18,7 @@ _OPTIMIZER: Final = "zero_optimization.offload_optimizer"
 _UPDATE: Final = "zero_optimization.offload_optimizer.update"
 
 _NVME_ONLY: Final = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
-_OFFLOAD_ONLY: Final = ("pin_memory", "ratio", "state_format", "update")
+_OFFLOAD_ONLY: Final = ("pin_memory", "ratio")
 
 # Note [Batch sizes]
 # train = micro * accumulation * ranks. Two given: the third follows. One given: an absent accumulation is 1,
@@ -47,7 +47,7 @@ def resolve_batch(config: OffloadConfig, world_size: int) -> BatchSizes:
     if micro is None:
         micro = 1 if train is None else train // (accumulation * world_size)
     product = micro * accumulation * world_size
-    if (train is not None and train != product) or product == 0:
+    if train is not None and train != product:
         raise ConfigError(f"train_batch_size: {_mismatch(config, world_size)}")
     if accumulation > 1 and config.zero_optimization.offload_optimizer.update == "backward":
         raise ConfigError(f"{_UPDATE}: {_no_backward(f'{accumulation} micro-batches are added up')}")

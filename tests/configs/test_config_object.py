@@ -79,7 +79,7 @@ def plausible() -> st.SearchStrategy[dict[str, Any]]:
 
 
 @given(st.dictionaries(KEYS | st.text(max_size=4), TREES, max_size=6) | plausible())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 def test_any_value_is_a_configuration_or_a_configuration_error(data: dict[str, Any]):
     before = repr(data)
     try:

@@ -152,6 +152,11 @@ def test_g07_old_and_new_in_conflict(block: dict[str, Any]):
     assert "contradicts" in refusal(zero(**block))
 
 
+@pytest.mark.parametrize(("value", "stage"), [(True, 1), (False, 0), (None, 0)])
+def test_g07_a_switch_for_the_whole_block(value: bool | None, stage: int):
+    assert read({"zero_optimization": value}).zero_optimization.stage == stage
+
+
 def test_g07_old_and_new_that_agree():
     block = {"cpu_offload": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
     assert read(zero(**block)).zero_optimization.offload_optimizer.pin_memory is False
