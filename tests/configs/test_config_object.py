@@ -79,7 +79,7 @@ def plausible() -> st.SearchStrategy[dict[str, Any]]:
 
 
 @given(st.dictionaries(KEYS | st.text(max_size=4), TREES, max_size=6) | plausible())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 def test_any_value_is_a_configuration_or_a_configuration_error(data: dict[str, Any]):
     before = repr(data)
     try:
@@ -136,7 +136,7 @@ def assert_round_trip(config: OffloadConfig) -> None:
         },
     )
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 def test_right_values_are_read_and_survive_a_round_trip(data: dict[str, Any]):
     assert_round_trip(OffloadConfig.from_dict(data))
 

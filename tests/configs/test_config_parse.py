@@ -31,7 +31,7 @@ def test_plain_json_reads_as_the_standard_library_reads_it(
 
 
 @given(st.text(alphabet="{}[]:,\"\\/#*-+.0123456789eEtruefalsn \n$'", max_size=40))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_any_text_is_a_block_or_a_configuration_error(text: str):
     try:
         parsed = parse(text)
@@ -43,7 +43,7 @@ def test_any_text_is_a_block_or_a_configuration_error(text: str):
 
 
 @given(st.text(alphabet='{}[]:,"\\-+.0123456789eEtruefalsn \n', max_size=30).map(lambda body: "{" + body))
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 def test_what_the_standard_library_reads_is_read_the_same(text: str):
     try:
         wanted = json.loads(text, object_pairs_hook=_no_duplicates)
