@@ -9,7 +9,7 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,15 @@ TINY = DecoderConfig(
     max_seq_len=64,
 )
 IDS = torch.arange(40).reshape(2, 20) % 101
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from threads, and on a busy machine their barriers cost seconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def llama(*, tied: bool = False) -> nn.Module:
@@ -147,7 +156,7 @@ def test_non_contiguous_and_wrong_tensors(tmp_path: Path) -> None:
     write_file(tmp_path / "a", [TensorSpec("x", (4, 3), "float32")], lambda name: base.t())
     assert torch.equal(read_tensor(read_header(tmp_path / "a")["x"]), base.t())
     for number, wrong in enumerate((base, base.t().double(), base.t().to("meta"))):
-        with pytest.raises(ConfigError, match="^x "):
+        with pytest.raises(ConfigError, match=r"^x "):
             write_file(tmp_path / f"w{number}", [TensorSpec("x", (4, 3), "float32")], lambda name, t=wrong: t)
     with pytest.raises(ConfigError, match="complex64"):
         write_file(tmp_path / "c", [TensorSpec("x", (1,), "complex64")], lambda name: base)
@@ -335,14 +344,15 @@ def test_meta_model_filled_from_the_checkpoint_is_the_model(tmp_path: Path) -> N
 
 
 def test_meta_model_leaves_no_hook_and_no_memory(tmp_path: Path) -> None:
-    """Seven billion parameters in a moment; afterwards modules are built as ever."""
+    """2.7 GB of parameters take no memory; afterwards modules are built as ever."""
     LlamaConfig(hidden_size=4096, num_hidden_layers=2, intermediate_size=11008).save_pretrained(tmp_path)
     code = (
         "import torch, sys, resource; from offload.models.pretrained import build_meta_model;"
         "import transformers.models.llama.modeling_llama;"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         f"model = build_meta_model({str(tmp_path)!r});"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, sum(p.nbytes for p in model.parameters()) >> 10);"
+        "whole = sum(p.nbytes for p in model.parameters()) >> 10;"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, whole);"
         "sys.exit(torch.nn.Linear(2, 2).weight.is_meta)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -403,7 +413,7 @@ def test_transformers_models_round_trip(tmp_path: Path, name: str, dtype: torch.
 
 
 def test_one_tensor_at_a_time_in_bounded_memory(tmp_path: Path) -> None:
-    """64 tensors of 4 MiB in two shards: each fetched once, and no earlier one alive when the next is fetched."""
+    """64 tensors of 4 MiB in two shards: each fetched once, when no earlier one is alive."""
     import weakref
 
     alive: list[weakref.ref[Tensor]] = []
@@ -447,7 +457,7 @@ def test_nth_fetch_fails(tmp_path: Path, fail_at: int, overwrite: bool) -> None:
 
 @pytest.mark.parametrize("fail_at", range(12))
 def test_nth_sync_or_rename_fails(tmp_path: Path, fail_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fsync and rename fails once, until none is left to fail; the old or the new checkpoint is there, whole."""
+    """Each fsync and rename fails once, until none is left; the old or the new checkpoint is there, whole."""
     out = tmp_path / "m"
     specs = [TensorSpec(f"t{i}", (4,), "float32") for i in range(2)]
     write_checkpoint(out, specs, lambda name: torch.ones(4), {"old": True})

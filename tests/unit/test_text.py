@@ -43,7 +43,7 @@ def dataset(data: Path, cache: Path, **changes: object) -> TextDataset:
 
 @pytest.fixture
 def hf_file(tmp_path: Path) -> Path:
-    """A real byte-level BPE, trained here; its file asks for truncation and padding, which must not happen."""
+    """A real byte-level BPE, trained here; its file asks for truncation and padding: they must not happen."""
     tokenizer = RustTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -96,8 +96,8 @@ def test_order_is_seeded_and_differs_between_epochs(tmp_path: Path, cache: Path)
 
     def epochs(**changes: object) -> list[list[int]]:
         data = dataset(root, cache, **changes)
-        rows = [data.next_batch()["input_ids"].flatten().tolist() for _ in range(2 * data.num_sequences)]
-        return [sum(rows[: len(rows) // 2], []), sum(rows[len(rows) // 2 :], [])]
+        rows = torch.cat([data.next_batch()["input_ids"] for _ in range(2 * data.num_sequences)])
+        return [half.flatten().tolist() for half in rows.chunk(2)]
 
     first, second = epochs()
     assert [first, second] == epochs()
@@ -371,7 +371,7 @@ def test_tokenizer_errors_are_one_line(tmp_path: Path, cache: Path, hf_file: Pat
 
 
 def test_cache_is_built_in_bounded_memory(tmp_path: Path, cache: Path) -> None:
-    """60 MB of text and 120 MB of tokens pass through a few MB. Method: tracemalloc, which numpy reports to."""
+    """60 MB of text and 120 MB of tokens pass through a few MB (by tracemalloc, which numpy reports to)."""
     import tracemalloc
 
     root = folder_of(
