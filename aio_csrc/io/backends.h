@@ -1,0 +1,17 @@
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include "io/backend.h"
+
+namespace offload {
+
+// Names of all backends of this build, fastest first. `threads` is the last, and works everywhere.
+[[nodiscard]] std::span<const std::string_view> backend_names() noexcept;
+
+// Throws BackendError where the machine refuses it, std::invalid_argument for a name that is not a backend's.
+[[nodiscard]] std::unique_ptr<IoBackend> make_backend(std::string_view name, size_t depth, size_t threads);
+
+}  // namespace offload

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <chrono>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "io/backend.h"
+
+namespace offload {
+
+// What shall go wrong. 0 switches a fault off. Reads and writes are "data operations", counted from 1 in the
+// order of submission.
+struct FaultPlan {
+  uint64_t seed = 0;
+  uint64_t short_one_in = 0;   // results cut short; what was not read is overwritten with junk
+  uint64_t eintr_one_in = 0;   // refused with EINTR, not carried out
+  uint64_t eagain_one_in = 0;  // refused with EAGAIN, not carried out
+  uint64_t fail_at = 0;        // this data operation fails with fail_errno, not carried out
+  uint64_t fail_errno = 5;
+  uint64_t fail_count = 1;     // and so many from there on
+  uint64_t sync_errno = 0;     // every sync fails so
+  uint64_t delay_at = 0;       // this data operation completes late; see delay_ms
+  uint64_t delay_ms = 0;       // with delay_at 0 every operation does
+  uint64_t reorder = 0;        // 1: completions are handed out in random order
+  uint64_t refuse_direct = 0;  // 1: transfers through an O_DIRECT descriptor fail with EINVAL
+  uint64_t submit_one = 0;     // 1: submit takes one request at a time
+};
+
+// Test double: any backend, made worse. Same seed, same faults: what happens to a transfer depends on the
+// seed, its place in the file and how often that place was tried, not on time or on the order of events.
+class FaultyBackend final : public IoBackend {
+ public:
+  FaultyBackend(std::unique_ptr<IoBackend> inner, const FaultPlan& plan);
+  ~FaultyBackend() override;
+
+  [[nodiscard]] size_t submit(std::span<const IoRequest> requests) override;
+  [[nodiscard]] size_t reap(std::span<IoCompletion> out, size_t count_min) override;
+  void wake() noexcept override { inner_->wake(); }
+  [[nodiscard]] IoCapabilities capabilities() const noexcept override { return inner_->capabilities(); }
+
+ private:
+  struct Altered {  // a transfer that the inner backend carries out and whose result is cut to `result`
+    IoRequest request;
+    int64_t result;
+  };
+
+  [[nodiscard]] std::optional<int64_t> refusal(const IoRequest& request, uint64_t luck);
+  [[nodiscard]] std::optional<Altered> shortened(const IoRequest& request, uint64_t luck) const;
+  [[nodiscard]] uint64_t draw(const IoRequest& request);
+  void pull(size_t count_min);
+
+  std::unique_ptr<IoBackend> inner_;
+  const FaultPlan plan_;
+  uint64_t data_operations_ = 0;
+  uint64_t reorder_state_;
+  size_t inner_in_flight_ = 0;
+  std::map<std::tuple<IoOp, uint64_t>, uint64_t> tries_;  // by place in the file
+  std::unordered_map<uint64_t, Altered> altered_;         // by token
+  std::unordered_map<uint64_t, bool> delayed_;            // by token
+  std::deque<IoCompletion> held_;
+};
+
+}  // namespace offload

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "io/worker.h"
+
+namespace offload {
+
+// All transfers of one file, kept in flight by one thread.
+//
+// The life of a request: read() or write() makes a Ticket and a Transfer, leaves the Transfer in the inbox
+// and wakes the Worker's thread, which moves it to the Schedule. Whenever one of the queue_depth slots is
+// free, the Schedule cuts the next Piece off the transfer that goes first, by priority and then by age; the
+// piece takes the slot, and the slot's index is the token of the IoRequest the backend gets. Every completion
+// is looked at: the piece has ended, or is short and resumed where it stopped, or was refused for the moment
+// (EINTR, EAGAIN) and tried again, or has failed: then the transfer's remaining pieces are given up. The
+// transfer ends when none of its pieces is in flight and none is to come; then its Ticket is finished: the
+// kernel is done with the buffer. The queue never drains between transfers: slots are filled from the next
+// one while the last is still running.
+class IoQueue {
+ public:
+  explicit IoQueue(
+      const QueueOptions& options);  // throws IoError (file), BackendError, std::invalid_argument
+  ~IoQueue();                        // cancels what is pending; in a forked child, lets go
+  IoQueue(const IoQueue&) = delete;
+  IoQueue& operator=(const IoQueue&) = delete;
+
+  // The buffer must stay valid until the ticket is done. nullptr where the queue is closed. From any thread.
+  [[nodiscard]] std::shared_ptr<Ticket> read(std::byte* buffer, uint64_t size, uint64_t offset,
+                                             IoPriority priority);
+  [[nodiscard]] std::shared_ptr<Ticket> write(const std::byte* buffer, uint64_t size, uint64_t offset,
+                                              IoPriority priority);
+  // Done when all writes submitted before are on stable storage. Says nothing of their errors: those are in
+  // their own tickets.
+  [[nodiscard]] std::shared_ptr<Ticket> sync();
+
+  // Takes no more transfers; carries out what is pending or, with `cancel`, ends it with ECANCELED. What is
+  // in flight always ends by itself. Idempotent; a later call may add `cancel`. From any thread, without
+  // blocking.
+  void request_close(bool cancel) noexcept { worker_->request_stop(cancel); }
+  // Waits until that is done and the thread is gone; false where it takes longer than `limit`.
+  [[nodiscard]] bool join_for(std::chrono::nanoseconds limit);
+
+  // See IoFile::preallocate. Throws IoError; EBADF where the queue is closed.
+  bool preallocate(uint64_t size);
+
+  // False in a forked child: it has a copy of this object but not the thread, and must do nothing but drop
+  // it.
+  [[nodiscard]] bool owned() const noexcept { return ::getpid() == owner_pid_; }
+  [[nodiscard]] pid_t owner_pid() const noexcept { return owner_pid_; }
+
+  [[nodiscard]] const IoFile& file() const noexcept { return worker_->file(); }
+  [[nodiscard]] const IoStats& stats() const noexcept { return worker_->stats(); }
+  [[nodiscard]] const char* backend() const noexcept { return worker_->backend_name(); }
+  [[nodiscard]] size_t queue_depth() const noexcept { return worker_->queue_depth(); }
+
+ private:
+  std::shared_ptr<Ticket> add(IoOp op, std::byte* buffer, uint64_t size, uint64_t offset,
+                              IoPriority priority);
+
+  const pid_t owner_pid_ = ::getpid();
+  std::unique_ptr<Worker> worker_;
+  std::mutex file_mutex_;  // nobody closes a descriptor that somebody else is calling the kernel with
+};
+
+}  // namespace offload

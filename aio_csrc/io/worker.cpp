@@ -1,0 +1,275 @@
+#include "io/worker.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <future>
+#include <stdexcept>
+#include <system_error>
+
+#include "io/backends.h"
+#include "io/error.h"
+#include "util/signal_block.h"
+
+namespace offload {
+
+namespace {
+
+// A transfer that is refused so often in a row without moving a byte will not pass.
+constexpr uint32_t kRefusalsMax = 20;
+constexpr uint32_t kRefusalsAtOnce = 4;  // before the first pause
+constexpr uint32_t kPauseMsMax = 64;
+
+// The kernel is short of something. The whole queue pauses: more requests would not help it.
+void pause_after(uint32_t refusals) {
+  if (refusals <= kRefusalsAtOnce) return;
+  const uint32_t doublings = std::min<uint32_t>(refusals - kRefusalsAtOnce - 1, 6);
+  std::this_thread::sleep_for(std::chrono::milliseconds(std::min(1U << doublings, kPauseMsMax)));
+}
+
+}  // namespace
+
+Worker::Worker(const QueueOptions& options) : options_(options), file_(options.file) {
+  if (options.request_bytes == 0 || options.request_bytes % file_.alignment() != 0) {
+    throw std::invalid_argument("request_bytes must be a multiple of " + std::to_string(file_.alignment()) +
+                                ", the alignment of " + options.file.path + "; got " +
+                                std::to_string(options.request_bytes));
+  }
+}
+
+// The backend is made by the thread that will use it (io_uring holds us to that); its errors come out here.
+void Worker::start() {
+  std::promise<void> made;
+  std::future<void> result = made.get_future();
+  try {
+    const SignalBlock block;
+    thread_ = std::thread([this, made = std::move(made)]() mutable {
+      try {
+        make_backend_and_slots();
+      } catch (...) {
+        made.set_exception(std::current_exception());
+        return;
+      }
+      made.set_value();
+      run();
+    });
+  } catch (const std::system_error& refused) {
+    throw BackendError(refused.code().value(), "pthread_create");
+  }
+  try {
+    result.get();
+  } catch (...) {
+    thread_.join();
+    throw;
+  }
+}
+
+void Worker::make_backend_and_slots() {
+  backend_ = make_backend(options_.backend, options_.queue_depth, options_.threads);
+  if (options_.faults) backend_ = std::make_unique<FaultyBackend>(std::move(backend_), *options_.faults);
+  capabilities_ = backend_->capabilities();
+  const size_t depth = std::clamp<size_t>(options_.queue_depth, 1, capabilities_.depth_max);
+  slots_.resize(depth);
+  completions_.resize(depth);
+  requests_.reserve(depth);
+  for (size_t i = depth; i-- > 0;) slots_free_.push_back(static_cast<uint32_t>(i));
+}
+
+bool Worker::add(std::shared_ptr<Transfer> transfer) {
+  const std::lock_guard lock(mutex_);
+  if (stopping_) return false;
+  transfer->number = ++transfers_added_;
+  inbox_.push_back(std::move(transfer));
+  if (sleeping_) backend_->wake();
+  sleeping_ = false;  // one wake is enough
+  return true;
+}
+
+void Worker::request_stop(bool cancel) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (exited_) return;
+  stopping_ = true;
+  cancelling_ |= cancel;
+  if (sleeping_) backend_->wake();
+  sleeping_ = false;
+}
+
+bool Worker::join_for(std::chrono::nanoseconds limit) {
+  std::unique_lock lock(mutex_);
+  if (!exit_.wait_for(lock, limit, [&] { return exited_; })) return false;
+  if (thread_.joinable()) thread_.join();  // it has let go of the mutex for good
+  return true;
+}
+
+// An error of the backend itself (not of a transfer) is a mistake in this code, and it is then unknown which
+// buffers the kernel still writes to. It leaves this function as an exception, which ends the process.
+void Worker::run() {
+  for (;;) {
+    take_inbox();
+    submit();
+    const Next next = decide();
+    if (next == Next::kStop) break;
+    if (next == Next::kLookAgain) continue;
+    const size_t count = backend_->reap(completions_, 1);
+    for (size_t i = 0; i < count; ++i) complete(completions_[i]);
+  }
+  file_.forget_all_cached();
+  const std::lock_guard lock(mutex_);
+  backend_.reset();
+  exited_ = true;
+  exit_.notify_all();
+}
+
+void Worker::take_inbox() {
+  std::vector<std::shared_ptr<Transfer>> arrived;
+  {
+    const std::lock_guard lock(mutex_);
+    sleeping_ = false;
+    arrived.swap(inbox_);
+    stop_seen_ = stopping_;
+    cancel_seen_ = cancelling_;
+  }
+  for (auto& transfer : arrived) {
+    const bool empty = transfer->ticket->op() != IoOp::kSync && transfer->ticket->size() == 0;
+    if (empty) {
+      transfer->ticket->finish(0, 0, ++tickets_finished_);
+    } else {
+      schedule_.add(std::move(transfer));
+    }
+  }
+  if (!cancel_seen_) return;
+  for (const auto& transfer : schedule_.drop_all()) {
+    if (transfer->error == 0) transfer->error = ECANCELED;
+    end_if_over(*transfer);
+  }
+}
+
+void Worker::submit() {
+  const CutRules rules = {.request_bytes = options_.request_bytes,
+                          .alignment = file_.alignment(),
+                          .memory_alignment = file_.memory_alignment(),
+                          .direct = file_.direct()};
+  requests_.clear();
+  while (!slots_free_.empty()) {
+    std::optional<Piece> piece = schedule_.next(rules);
+    if (!piece) break;
+    const uint32_t token = slots_free_.back();
+    slots_free_.pop_back();
+    requests_.push_back(request_of(*piece, token));
+    slots_[token].piece = std::move(*piece);
+  }
+  if (requests_.empty()) return;
+  const size_t taken = backend_->submit(requests_);
+  const auto now = IoStats::Clock::now();
+  for (size_t i = 0; i < taken; ++i) {
+    slots_[requests_[i].token].begun = now;
+    stats_.begin(requests_[i].op, now);
+  }
+  for (size_t i = requests_.size(); i-- > taken;) {  // last first, to keep their order
+    const auto token = static_cast<uint32_t>(requests_[i].token);
+    schedule_.put_back(std::move(slots_[token].piece));
+    slots_free_.push_back(token);
+  }
+}
+
+IoRequest Worker::request_of(const Piece& piece, uint64_t token) noexcept {
+  const Ticket& ticket = *piece.transfer->ticket;
+  if (ticket.op() == IoOp::kSync) return {IoOp::kSync, file_.fd(false), nullptr, 0, 0, token};
+  const uint64_t at = piece.begin + piece.done;
+  return {ticket.op(),
+          file_.fd(piece.direct),
+          piece.transfer->buffer + at,
+          piece.size - piece.done,
+          ticket.offset() + at,
+          token};
+}
+
+// Under the lock that add() and request_stop() take: what arrives later finds `sleeping_` and wakes the
+// backend.
+Worker::Next Worker::decide() {
+  const size_t in_flight = slots_.size() - slots_free_.size();
+  const std::lock_guard lock(mutex_);
+  if (!inbox_.empty() || stopping_ != stop_seen_ || cancelling_ != cancel_seen_) return Next::kLookAgain;
+  if (stop_seen_ && in_flight == 0 && schedule_.empty()) return Next::kStop;
+  sleeping_ = !slots_free_.empty();  // with all slots taken, new work has to wait for a completion anyway
+  return Next::kReap;
+}
+
+void Worker::complete(const IoCompletion& completion) {
+  Slot& slot = slots_.at(completion.token);
+  Piece piece = std::move(slot.piece);
+  slots_free_.push_back(static_cast<uint32_t>(completion.token));
+  const Ticket& ticket = *piece.transfer->ticket;
+  const bool is_sync = ticket.op() == IoOp::kSync;
+  const bool buffered = !is_sync && !piece.direct;
+  stats_.end(ticket.op(), slot.begun, IoStats::Clock::now(), buffered);
+  if (completion.result < 0) return refused(std::move(piece), static_cast<int>(-completion.result));
+  const auto bytes = static_cast<uint64_t>(completion.result);
+  if (buffered) {
+    file_.forget_cached(ticket.offset() + piece.begin + piece.done, bytes, ticket.op() == IoOp::kWrite);
+  }
+  if (!is_sync) return advanced(std::move(piece), bytes);
+  if (!file_.direct()) file_.forget_all_cached();  // all clean now
+  end_piece(piece, 0);
+}
+
+// The backend has moved nothing.
+void Worker::refused(Piece piece, int error) {
+  const IoOp op = piece.transfer->ticket->op();
+  const bool given_up = piece.transfer->error != 0;
+  if ((error == EINTR || error == EAGAIN) && !given_up && piece.refusals < kRefusalsMax) {
+    stats_.retried(op);
+    pause_after(++piece.refusals);
+    schedule_.put_back(std::move(piece));
+  } else if (error == EINVAL && piece.direct && !given_up && file_.give_up_direct(error)) {
+    piece.direct = false;
+    schedule_.put_back(std::move(piece));
+  } else {
+    end_piece(piece, error);
+  }
+}
+
+void Worker::advanced(Piece piece, uint64_t bytes) {
+  const IoOp op = piece.transfer->ticket->op();
+  if (bytes > piece.size - piece.done)
+    throw std::logic_error("the kernel transferred more than was asked for");
+  if (bytes == 0) {
+    if (op == IoOp::kRead) return end_piece(piece, ENODATA);  // the file ends here
+    return piece.refusals < kRefusalsMax ? refused(std::move(piece), EAGAIN) : end_piece(piece, EIO);
+  }
+  const uint64_t before = piece.done;
+  piece.done += bytes;
+  piece.refusals = 0;
+  const bool ended = piece.done == piece.size || piece.transfer->error != 0;
+  if (!ended && piece.direct) {
+    // O_DIRECT goes on from a boundary: the bytes past the last one are transferred again. Where that would
+    // be no progress (a file that ends within a block), the rest goes buffered, which can stop anywhere.
+    const uint64_t boundary = piece.done - piece.done % file_.alignment();
+    piece.direct = boundary > before;
+    if (piece.direct) piece.done = boundary;
+  }
+  stats_.moved(op, piece.done - before);
+  if (ended) return end_piece(piece, 0);
+  stats_.resumed(op);
+  schedule_.put_back(std::move(piece));
+}
+
+void Worker::end_piece(const Piece& piece, int error) {
+  Transfer& transfer = *piece.transfer;
+  transfer.bytes_done += piece.done;
+  --transfer.pieces_open;
+  if (error != 0 && transfer.error == 0) {
+    transfer.error = error;
+    schedule_.drop(transfer);
+  }
+  end_if_over(transfer);
+}
+
+void Worker::end_if_over(Transfer& transfer) {
+  const bool more_to_come = transfer.error == 0 && transfer.bytes_cut < transfer.ticket->size();
+  if (transfer.pieces_open > 0 || more_to_come) return;
+  schedule_.ended(transfer);
+  if (transfer.error != 0) stats_.failed(transfer.ticket->op());
+  transfer.ticket->finish(transfer.error, transfer.bytes_done, ++tickets_finished_);
+}
+
+}  // namespace offload

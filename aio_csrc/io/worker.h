@@ -1,0 +1,94 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "io/faulty_backend.h"
+#include "io/file.h"
+#include "io/schedule.h"
+#include "io/stats.h"
+
+namespace offload {
+
+struct QueueOptions {
+  FileOptions file;
+  std::string backend;
+  size_t queue_depth = 32;  // requests in flight at most
+  uint64_t request_bytes = uint64_t{1}
+                           << 20;   // size of one request at most; a multiple of the file's alignment
+  size_t threads = 1;               // of the `threads` backend
+  std::optional<FaultPlan> faults;  // tests only
+};
+
+// The thread of one queue, and all that it works on: file, backend, schedule, slots. Apart from IoQueue so
+// that a forked child can leave it untouched as a whole.
+class Worker {
+ public:
+  explicit Worker(const QueueOptions& options);  // opens the file; throws IoError, std::invalid_argument
+  void start();                                  // throws BackendError
+
+  // False where the worker is stopping.
+  [[nodiscard]] bool add(std::shared_ptr<Transfer> transfer);
+  void request_stop(bool cancel) noexcept;
+  [[nodiscard]] bool join_for(std::chrono::nanoseconds limit);
+
+  [[nodiscard]] IoFile& file() noexcept { return file_; }
+  [[nodiscard]] const IoStats& stats() const noexcept { return stats_; }
+  [[nodiscard]] const char* backend_name() const noexcept { return capabilities_.name; }
+  [[nodiscard]] size_t queue_depth() const noexcept { return slots_.size(); }
+
+ private:
+  struct Slot {
+    Piece piece;
+    IoStats::Clock::time_point begun;
+  };
+  enum class Next : uint8_t { kReap, kLookAgain, kStop };
+
+  void make_backend_and_slots();
+  void run();
+  void take_inbox();
+  void submit();
+  [[nodiscard]] Next decide();
+  [[nodiscard]] IoRequest request_of(const Piece& piece, uint64_t token) noexcept;
+
+  void complete(const IoCompletion& completion);
+  void refused(Piece piece, int error);
+  void advanced(Piece piece, uint64_t bytes);
+  void end_piece(const Piece& piece, int error);
+  void end_if_over(Transfer& transfer);
+
+  const QueueOptions options_;
+  IoFile file_;
+  IoStats stats_;
+  std::thread thread_;
+
+  // Of the thread alone, from start() on.
+  std::unique_ptr<IoBackend> backend_;
+  IoCapabilities capabilities_{};
+  Schedule schedule_;
+  std::vector<Slot> slots_;
+  std::vector<uint32_t> slots_free_;
+  std::vector<IoRequest> requests_;
+  std::vector<IoCompletion> completions_;
+  uint64_t tickets_finished_ = 0;
+  bool stop_seen_ = false;
+  bool cancel_seen_ = false;
+
+  std::mutex mutex_;  // guards all below
+  std::vector<std::shared_ptr<Transfer>> inbox_;
+  uint64_t transfers_added_ = 0;
+  bool sleeping_ = false;  // the thread is in a reap that new work must end
+  bool stopping_ = false;
+  bool cancelling_ = false;
+  bool exited_ = false;
+  std::condition_variable exit_;
+};
+
+}  // namespace offload

@@ -1,0 +1,461 @@
+"""Asynchronous file transfers: one :class:`Queue` per file, one :class:`Ticket` per transfer.
+
+    with Queue("/mnt/nvme/rank0.swap", size=8 * GiB) as queue:
+        ticket = queue.read(buffer, offset=0)  # returns at once
+        ...
+        ticket.wait()  # the bytes are in `buffer`, or TransferError
+
+Buffers are anything that exports bytes (numpy arrays, memoryviews, mmaps); a buffer is kept alive until its
+transfer is over, whatever happens to the ticket. Offsets, sizes and addresses may be odd; those that are
+multiples of :attr:`Queue.alignment` bypass the page cache. Two transfers in flight at once that overlap in
+the file, one of them a write, have no defined order.
+
+The only module that touches the compiled core.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import logging
+import os
+import resource
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Literal
+
+from .bytesize import MiB, format_bytes
+from .errors import ConfigError, OffloadError, TransferError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+try:
+    from . import _aio
+except ImportError as missing:
+    raise ImportError(
+        f"the I/O core (offload._aio) cannot be loaded: {missing}; build it with `pip install -e .`"
+    ) from missing
+
+__all__ = [
+    "NEEDED",
+    "PREFETCH",
+    "WRITE_BACK",
+    "DirectionStats",
+    "Queue",
+    "QueueStats",
+    "Ticket",
+    "backends",
+    "probe",
+]
+
+logger = logging.getLogger("offload.aio")
+
+NEEDED: Final = 0
+"""Priority of a transfer that somebody waits for."""
+PREFETCH: Final = 1
+WRITE_BACK: Final = 2
+
+QUEUE_DEPTH: Final = 32
+REQUEST_BYTES: Final = 1 * MiB
+# Beside a queue depth of 32 this many threads already keep one NVMe drive busy with 1 MiB requests.
+THREADS: Final = 8
+_OFFSET_MAX: Final = (1 << 63) - 1
+
+_REFUSALS: Final = {
+    errno.ENOSYS: "the kernel has no io_uring",
+    errno.EPERM: "a seccomp profile (containers) or the sysctl kernel.io_uring_disabled forbids it",
+    errno.EACCES: "a security module forbids it",
+    errno.ENOMEM: "over the locked-memory limit; raise `ulimit -l`",
+    errno.EOPNOTSUPP: "needs Linux 5.6 or newer",
+    errno.EMFILE: "out of file descriptors; raise `ulimit -n`",
+}
+
+
+def probe() -> dict[str, str | None]:
+    """Every backend of this build, fastest first, and why it is off here; ``None`` where it works."""
+    return {name: _refusal(name) for name in _aio.backend_names()}
+
+
+def backends() -> list[str]:
+    """The backends that work here, fastest first. ``threads`` is always among them."""
+    return [name for name, refusal in probe().items() if refusal is None]
+
+
+def _refusal(name: str) -> str | None:
+    try:
+        _aio.probe(name)
+    except _aio.BackendError as error:
+        return _explain(error)
+    return None
+
+
+def _explain(error: OSError) -> str:
+    code = error.errno or 0
+    reason = _REFUSALS.get(code, os.strerror(code))
+    return f"{error.strerror}: {errno.errorcode.get(code, code)} ({reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class DirectionStats:
+    """What one direction of a queue has done since it was opened."""
+
+    bytes: int
+    """Bytes transferred, each once."""
+    requests: int
+    """Requests that the kernel has answered, refused and short ones included."""
+    resumed: int
+    """Of them: short, and continued where they stopped."""
+    retried: int
+    """Of them: refused for the moment (EINTR, EAGAIN), and tried again."""
+    buffered: int
+    """Of them: through the page cache."""
+    failed: int
+    """Tickets that ended with an error."""
+    seconds_busy: float
+    """Time during which at least one request of this direction was in flight."""
+    seconds_latency: float
+    """Sum over the requests of the time each was in flight."""
+    seconds_latency_max: float
+    """The longest that one request was in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    read: DirectionStats
+    write: DirectionStats
+    sync: DirectionStats
+
+
+class Ticket:
+    """One transfer in flight. Made by :class:`Queue`.
+
+    A ticket may be dropped: the transfer goes on, its buffer stays alive, and an error only shows in
+    ``Queue.stats()``.
+    """
+
+    __slots__ = ("_core", "_queue", "operation")
+
+    def __init__(self, core: _aio.Ticket, queue: Queue, operation: str) -> None:
+        self._core, self._queue = core, queue
+        self.operation = operation
+        """``"read"``, ``"write"`` or ``"fsync"``."""
+
+    @property
+    def offset(self) -> int:
+        return self._core.offset
+
+    @property
+    def size(self) -> int:
+        """Bytes asked for."""
+        return self._core.size
+
+    @property
+    def seconds(self) -> float:
+        """From submission to the end; to now while in flight."""
+        return self._core.seconds
+
+    def done(self) -> bool:
+        """Whether the transfer is over, well or not. Never blocks, never raises."""
+        return self._core.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the transfer is over. Lets other Python threads run; Ctrl-C interrupts it.
+
+        Raises :class:`TransferError` if the transfer failed, every time it is called, and ``TimeoutError`` if
+        it is not over after ``timeout`` seconds; it may then be waited for again.
+        """
+        if not self._core.wait(timeout):
+            raise TimeoutError(
+                f"{self.operation} of {self.size} bytes at offset {self.offset} of {self._queue.path} "
+                f"is not over after {timeout} s"
+            )
+        self._queue._warn_if_not_direct()
+        if self._core.error != 0:
+            raise self._queue._failure(
+                self._core.error, self.operation, self.offset, self.size, done=self._core.bytes_done
+            )
+
+    def __repr__(self) -> str:
+        state = "in flight" if not self.done() else "failed" if self._core.error else "done"
+        return (
+            f"<Ticket: {self.operation} of {self.size} bytes at {self.offset} of {self._queue.path}, {state}>"
+        )
+
+
+class Queue:
+    """All transfers of one file.
+
+    Requests of at most ``request_bytes`` are kept in flight, ``queue_depth`` of them, across transfers. Of
+    what is pending, the highest priority goes first (:data:`NEEDED`, :data:`PREFETCH`, :data:`WRITE_BACK`),
+    and within one priority what was submitted first. Methods may be called from any thread.
+
+    A queue belongs to the process that opened it: in a forked child every call raises ``ValueError``.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        backend: str = "auto",
+        queue_depth: int | Literal["auto"] = "auto",
+        request_bytes: int | Literal["auto"] = "auto",
+        direct_io: Literal["auto", "required", "off"] = "auto",
+        threads: int | Literal["auto"] = "auto",
+        size: int | None = None,
+        create: bool = True,
+        mode: int = 0o600,
+        faults: Mapping[str, int] | None = None,
+    ) -> None:
+        """Open ``path``.
+
+        backend: one of :func:`backends`; ``auto`` takes the first that works and logs why one was refused.
+        queue_depth: requests in flight at most (auto: 32; ``threads`` has as many as threads).
+        request_bytes: a multiple of :attr:`alignment` (auto: 1 MiB).
+        direct_io: ``auto`` bypasses the page cache where the file system lets it; elsewhere it warns once and
+            keeps the cache small. ``required`` fails there. ``off`` uses the page cache as it is.
+        threads: of the ``threads`` backend (auto: 8, but no more than ``queue_depth``).
+        size: preallocate this much, as :meth:`preallocate` does.
+        create: make the file, with ``mode``, if it is not there. With ``create=False`` a file that may not be
+            written is opened for reading only.
+        faults: for tests; the faults of ``FaultPlan`` in ``aio_csrc/io/faulty_backend.h``.
+        """
+        self.path: Final = os.fspath(path)
+        self._closed = False
+        self._direct_warned = False
+        if direct_io not in ("auto", "required", "off"):
+            raise ConfigError(f"direct_io must be 'auto', 'required' or 'off', got {direct_io!r}")
+        depth = _at_least_one("queue_depth", queue_depth, QUEUE_DEPTH)
+        self._core = self._open(
+            _candidates(backend),
+            queue_depth=depth,
+            request_bytes=_at_least_one("request_bytes", request_bytes, REQUEST_BYTES),
+            direct_io=direct_io,
+            threads=_at_least_one("threads", threads, min(THREADS, depth)),
+            create=create,
+            mode=mode,
+            faults=dict(faults) if faults is not None else None,
+        )
+        _open_queues.add(self)
+        self._warn_if_not_direct()
+        if size is not None:
+            try:
+                self.preallocate(size)
+            except BaseException:
+                self.close()
+                raise
+
+    def _open(
+        self,
+        candidates: list[str],
+        *,
+        queue_depth: int,
+        request_bytes: int,
+        direct_io: str,
+        threads: int,
+        create: bool,
+        mode: int,
+        faults: dict[str, int] | None,
+    ) -> _aio.Queue:
+        for name in candidates:
+            try:
+                return _aio.Queue(
+                    path=self.path,
+                    backend=name,
+                    queue_depth=queue_depth,
+                    request_bytes=request_bytes,
+                    direct_io=direct_io,
+                    threads=threads,
+                    create=create,
+                    mode=mode,
+                    faults=faults,
+                )
+            except _aio.BackendError as error:
+                if name == candidates[-1]:
+                    raise OffloadError(f"I/O backend {name!r} cannot be used: {_explain(error)}") from error
+                _log_refusal(name, candidates[candidates.index(name) + 1], _explain(error))
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+            except OSError as error:
+                raise self._failure(error.errno or 0, error.strerror or "open", 0, 0, done=0) from None
+        raise AssertionError("no backend to choose from")
+
+    def read(self, buffer: Buffer, offset: int, *, priority: int = NEEDED) -> Ticket:
+        """Fill ``buffer`` with the bytes at ``offset``. The file ending early is an error."""
+        self._check(offset, priority)
+        return Ticket(self._core.read(buffer, offset, priority), self, "read")
+
+    def write(self, buffer: Buffer, offset: int, *, priority: int = NEEDED) -> Ticket:
+        """Write ``buffer`` at ``offset``. It must not change until the ticket is done."""
+        self._check(offset, priority)
+        return Ticket(self._core.write(buffer, offset, priority), self, "write")
+
+    def sync(self) -> Ticket:
+        """Bring all writes submitted so far to stable storage. Their errors are in their own tickets."""
+        self._check(0, NEEDED)
+        return Ticket(self._core.sync(), self, "fsync")
+
+    def preallocate(self, size: int) -> None:
+        """Make the file at least ``size`` bytes long, with its space reserved. Raises if there is too little.
+
+        A file system that cannot reserve gets a sparse file, and the log says so.
+        """
+        self._check(size, NEEDED)
+        if size == 0:
+            return
+        try:
+            reserved = self._core.preallocate(size)
+        except OSError as error:
+            raise self._failure(error.errno or 0, "fallocate", 0, size, done=0) from None
+        if not reserved:
+            logger.warning(
+                "%s: the file system cannot reserve space (fallocate: EOPNOTSUPP); the file is sparse, "
+                "and a write may still run out of space",
+                self.path,
+            )
+
+    def stats(self) -> QueueStats:
+        stats = self._core.stats()
+        return QueueStats(
+            read=DirectionStats(**stats["read"]),
+            write=DirectionStats(**stats["write"]),
+            sync=DirectionStats(**stats["sync"]),
+        )
+
+    @property
+    def alignment(self) -> int:
+        """Transfers whose offset, size and buffer address are multiples of this go direct as a whole."""
+        return self._core.alignment
+
+    @property
+    def direct(self) -> bool:
+        """Whether aligned transfers bypass the page cache."""
+        return self._core.direct
+
+    @property
+    def backend(self) -> str:
+        """The backend in use; never ``auto``."""
+        return self._core.backend
+
+    @property
+    def queue_depth(self) -> int:
+        """Requests in flight at most; the backend may have lowered it."""
+        return self._core.queue_depth
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self, *, cancel: bool = False) -> None:
+        """End all transfers, stop the thread and close the file. Idempotent.
+
+        What is pending is carried out; with ``cancel`` only what is in flight is, and the rest ends with
+        ECANCELED. Ctrl-C during close turns it into ``cancel``; a queue that is dropped is closed so.
+        """
+        self._closed = True
+        self._core.close(cancel)
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(cancel=kind is not None)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "direct" if self.direct else "buffered"
+        return f"<Queue of {self.path}: {self.backend}, {state}>"
+
+    def _check(self, offset: int, priority: int) -> None:
+        if self._closed:
+            raise ValueError(f"the queue of {self.path} is closed")
+        if not 0 <= offset <= _OFFSET_MAX:
+            raise ValueError(f"an offset or size in a file lies in [0, 2**63), got {offset}")
+        if priority not in (NEEDED, PREFETCH, WRITE_BACK):
+            raise ValueError(f"priority must be {NEEDED}, {PREFETCH} or {WRITE_BACK}, got {priority}")
+
+    def _warn_if_not_direct(self) -> None:
+        code = self._core.direct_error
+        if code == 0 or self._direct_warned:
+            return
+        self._direct_warned = True
+        logger.warning(
+            "%s: direct I/O is refused (%s: %s); going through the page cache, which costs speed and memory "
+            "(direct_io='required' makes this an error)",
+            self.path,
+            errno.errorcode.get(code, code),
+            os.strerror(code),
+        )
+
+    def _failure(self, code: int, operation: str, offset: int, size: int, *, done: int) -> TransferError:
+        hint = self._hint(code, operation)
+        return TransferError(code, operation, self.path, offset=offset, size=size, done=done, hint=hint)
+
+    def _hint(self, code: int, operation: str) -> str:
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            return _free_space(self.path)
+        if code == errno.EFBIG:
+            soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if soft != resource.RLIM_INFINITY:
+                return f"RLIMIT_FSIZE is {format_bytes(soft)}; raise `ulimit -f`"
+            return "the file system allows no file of that size"
+        if code == errno.ENODATA and operation == "read":
+            with contextlib.suppress(OSError):
+                return f"the file ends at {Path(self.path).stat().st_size} bytes"
+        if code == errno.ECANCELED:
+            return "the queue was closed before it was its turn"
+        if code == errno.EBADF and operation == "write":
+            return "the file is open for reading only"
+        if code == errno.EINVAL and operation == "open with O_DIRECT":
+            return "the file system has no direct I/O; direct_io='auto' goes through the page cache"
+        return ""
+
+
+def _candidates(backend: str) -> list[str]:
+    names = _aio.backend_names()
+    if backend == "auto":
+        return names
+    if backend not in names:
+        raise ConfigError(f"backend must be 'auto' or one of {', '.join(map(repr, names))}, got {backend!r}")
+    return [backend]
+
+
+def _at_least_one(name: str, value: int | Literal["auto"], auto: int) -> int:
+    if value == "auto":
+        return auto
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be 'auto' or a number from 1, got {value!r}")
+    return value
+
+
+def _free_space(path: str) -> str:
+    with contextlib.suppress(OSError):
+        about = os.statvfs(path)
+        return f"{format_bytes(about.f_bavail * about.f_frsize)} free on its file system"
+    return ""
+
+
+_refusals_logged: set[str] = set()
+
+
+def _log_refusal(name: str, instead: str, reason: str) -> None:
+    """Once per process: a job opens many queues, and all meet the same refusal."""
+    if name in _refusals_logged:
+        return
+    _refusals_logged.add(name)
+    logger.warning("I/O backend %s is refused: %s; using %s", name, reason, instead)
+
+
+# Threads and descriptors are gone before the interpreter takes its modules apart.
+_open_queues: weakref.WeakSet[Queue] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for queue in list(_open_queues):
+        queue.close(cancel=True)

@@ -1,0 +1,75 @@
+"""Fixtures of the I/O tests. Oracle: a mirror of the file in memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offload import aio
+
+BACKENDS = [
+    pytest.param(
+        name,
+        marks=[pytest.mark.skipif(reason is not None, reason=f"{name} does not work here: {reason}")],
+    )
+    for name, reason in aio.probe().items()
+]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "swap")
+
+
+def random_bytes(size: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+def page_aligned(size: int) -> np.ndarray:
+    """Zeroed bytes that start on a page: what direct I/O wants."""
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=np.uint8)[:size]
+
+
+@pytest.fixture
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a script in a fresh interpreter, where limits and signals can be changed."""
+
+    def run(script: str, *arguments: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-W", "error", "-c", script, *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(Path(aio.__file__).parents[1])}
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
+        )
+
+    return run
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str, str], Path]]:
+    """Mounts a small file system of the kind asked for; skips the test where that is not allowed."""
+    mounted: list[Path] = []
+
+    def do(kind: str, options: str) -> Path:
+        target = tmp_path / kind
+        target.mkdir()
+        command = ["mount", "-t", kind, "-o", options, kind, str(target)]
+        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            pytest.skip(f"may not mount {kind}")
+        mounted.append(target)
+        return target
+
+    yield do
+    for target in mounted:
+        subprocess.run(["umount", str(target)], check=True)
