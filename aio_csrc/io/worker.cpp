@@ -208,7 +208,7 @@ void Worker::complete(const IoCompletion& completion) {
     file_.forget_cached(ticket.offset() + piece.begin + piece.done, bytes, ticket.op() == IoOp::kWrite);
   }
   if (!is_sync) return advanced(std::move(piece), bytes);
-  if (!file_.direct()) file_.forget_all_cached();  // all clean now
+  file_.forget_all_cached();  // all clean now
   end_piece(piece, 0);
 }
 

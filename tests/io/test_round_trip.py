@@ -75,7 +75,7 @@ def test_neighbours_within_one_block(path, backend):
 
 
 def test_direct_and_buffered_parts_stay_coherent(path, backend):
-    """Odd transfers leave pages in the cache; later direct ones must neither read nor be hidden by stale pages."""
+    """Odd transfers leave pages in the cache; direct ones neither read stale pages nor are hidden by them."""
     mirror = random_bytes(256 * KiB, seed=5)
     random = np.random.default_rng(6)
     with aio.Queue(path, backend=backend) as queue:
