@@ -1,15 +1,13 @@
-"""Fixtures of the I/O tests. Oracle: a mirror of the file in memory."""
+"""Fixtures of the I/O tests."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from offload import aio
@@ -31,15 +29,6 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     return str(tmp_path / "swap")
-
-
-def random_bytes(size: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-
-
-def page_aligned(size: int) -> np.ndarray:
-    """Zeroed bytes that start on a page: what direct I/O wants."""
-    return np.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=np.uint8)[:size]
 
 
 @pytest.fixture

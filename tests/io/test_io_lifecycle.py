@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import page_aligned, random_bytes
+from io_buffers import page_aligned, random_bytes
 
 from offload import aio
 from offload.bytesize import KiB, MiB
@@ -117,8 +117,11 @@ def test_wrong_arguments(path, backend):
             queue.read(bytearray(1), -1)
         with pytest.raises(ValueError, match="priority must be 0, 1 or 2, got 3"):
             queue.read(bytearray(1), 0, priority=3)
-        with pytest.raises(TransferError):
-            queue.write(b"xy", (1 << 63) - 1).wait()  # ends past what a file offset can say
+        with pytest.raises(ValueError, match="beyond the largest file offset"):
+            queue.write(b"xy", (1 << 63) - 2)
+        with pytest.raises(TransferError, match="File too large"):
+            queue.write(b"xy", (1 << 63) - 3).wait()
+        assert queue.direct
 
 
 def test_open_errors_name_the_path(tmp_path):
@@ -130,6 +133,11 @@ def test_open_errors_name_the_path(tmp_path):
         aio.Queue(tmp_path)
 
 
+# Python 3.12 warns of the very thing that these tests are about.
+FORKS_WITH_THREADS = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+@FORKS_WITH_THREADS
 def test_fork(path, backend):
     """A child says what is wrong, exits at once, and the parent's transfers go on."""
     queue = aio.Queue(path, backend=backend, faults={"delay_at": 1, "delay_ms": 400})
@@ -139,7 +147,7 @@ def test_fork(path, backend):
     if child == 0:
         status = 1
         try:
-            for use in (ticket.wait, queue.sync, lambda: queue.read(bytearray(1), 0)):
+            for use in (ticket.wait, queue.sync, queue.stats, lambda: queue.read(bytearray(1), 0)):
                 try:
                     use()
                 except ValueError as error:
@@ -162,6 +170,7 @@ def test_fork(path, backend):
     assert Path(path).read_bytes() == data.tobytes()
 
 
+@FORKS_WITH_THREADS
 def test_child_opens_its_own_queue(path, backend):
     with aio.Queue(path, backend=backend) as queue:
         queue.write(b"parent", 0).wait()

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from conftest import page_aligned, random_bytes
+from io_buffers import page_aligned, random_bytes
 
 from offload import aio
 from offload.bytesize import KiB, MiB
