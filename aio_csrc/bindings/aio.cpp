@@ -5,11 +5,16 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <exception>
 #include <list>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "io/backends.h"
 #include "io/error.h"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from offload import aio
+from offload.bytesize import MiB
 
 BACKENDS = [
     pytest.param(
@@ -53,7 +55,16 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str, str], Path]]:
     def do(kind: str, options: str) -> Path:
         target = tmp_path / kind
         target.mkdir()
-        command = ["mount", "-t", kind, "-o", options, kind, str(target)]
+        device = kind
+        if kind == "ext4":
+            image = tmp_path / "image"
+            with open(image, "wb") as file:
+                file.truncate(16 * MiB)
+            if shutil.which("mkfs.ext4") is None:
+                pytest.skip("no mkfs.ext4")
+            subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], check=True)
+            device = str(image)
+        command = ["mount", "-t", kind, "-o", options, device, str(target)]
         if subprocess.run(command, capture_output=True, check=False).returncode != 0:
             pytest.skip(f"may not mount {kind}")
         mounted.append(target)

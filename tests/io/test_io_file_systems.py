@@ -44,24 +44,31 @@ def round_trip(queue: aio.Queue) -> None:
         np.testing.assert_array_equal(target, source)
 
 
-def test_full_file_system(mount, backend):
+SMALL = [pytest.param("tmpfs", "size=4m", id="tmpfs"), pytest.param("ext4", "loop", id="ext4")]
+
+
+@pytest.mark.parametrize("direct_io", ["auto", "off"])
+@pytest.mark.parametrize(("kind", "options"), SMALL)
+def test_full_file_system(mount, backend, kind, options, direct_io):
     """The write that finds no room raises with the free space; what was written before is whole."""
-    path = str(mount("tmpfs", "size=4m") / "swap")
-    data = random_bytes(3 * MiB, seed=0)
-    with aio.Queue(path, backend=backend, request_bytes=64 * KiB) as queue:
+    path = str(mount(kind, options) / "swap")
+    data = page_aligned(3 * MiB)
+    data[:] = random_bytes(data.size, seed=0)
+    with aio.Queue(path, backend=backend, request_bytes=64 * KiB, direct_io=direct_io) as queue:
         queue.write(data, 0).wait()
         with pytest.raises(TransferError, match=r"No space left.*free on its file system") as caught:
-            queue.write(page_aligned(2 * MiB), 3 * MiB).wait()
+            queue.write(page_aligned(32 * MiB), 3 * MiB).wait()
         assert caught.value.errno == errno.ENOSPC
-        assert caught.value.done < 2 * MiB
+        assert caught.value.done < 32 * MiB
         target = page_aligned(data.size)
         queue.read(target, 0).wait()
     np.testing.assert_array_equal(target, data)
 
 
-def test_preallocate_without_room(mount, backend):
+@pytest.mark.parametrize(("kind", "options"), SMALL)
+def test_preallocate_without_room(mount, backend, kind, options):
     """ENOSPC before the first byte, and the space that was claimed on the way is given back."""
-    folder = mount("tmpfs", "size=4m")
+    folder = mount(kind, options)
     with aio.Queue(folder / "swap", backend=backend) as queue:
         queue.write(b"x" * 100, 0).wait()
         with pytest.raises(TransferError, match=r"fallocate failed: No space left.*free on its file system"):
