@@ -1,11 +1,12 @@
 """The compiled I/O core. Private: use :mod:`offload.aio`."""
 
-from typing import TypedDict
+from typing import TypedDict, type_check_only
 
 from typing_extensions import Buffer
 
 class BackendError(OSError): ...
 
+@type_check_only
 class DirectionDict(TypedDict):
     bytes: int
     requests: int
@@ -17,6 +18,7 @@ class DirectionDict(TypedDict):
     seconds_latency: float
     seconds_latency_max: float
 
+@type_check_only
 class StatsDict(TypedDict):
     read: DirectionDict
     write: DirectionDict

@@ -4,6 +4,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstddef>
+#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -35,6 +37,11 @@ class Array {
   [[nodiscard]] size_t count() const { return static_cast<size_t>(info_.size); }
   [[nodiscard]] size_t itemsize() const { return static_cast<size_t>(info_.itemsize); }
 
+  [[nodiscard]] bool overlaps(const Array& other) const {
+    return begin() < other.end() && other.begin() < end();
+  }
+  [[nodiscard]] const std::string& name() const { return name_; }
+
   // The elements, after a check of their number and size.
   template <class Element>
   [[nodiscard]] Element* elements(size_t expected_count) const {
@@ -47,11 +54,25 @@ class Array {
   }
 
  private:
+  [[nodiscard]] const std::byte* begin() const { return static_cast<const std::byte*>(info_.ptr); }
+  [[nodiscard]] const std::byte* end() const { return begin() + count() * itemsize(); }
+
   std::string name_;
   py::buffer_info info_;
 };
 
-using Segment = std::tuple<size_t, size_t, int64_t, double, double, double, double, double>;
+// The kernels read ahead of what they write, so no two arrays of a call may share memory.
+void refuse_overlap(std::initializer_list<const Array*> arrays) {
+  for (const auto* a = arrays.begin(); a != arrays.end(); ++a) {
+    for (const auto* b = a + 1; b != arrays.end(); ++b) {
+      if (*a != nullptr && *b != nullptr && (*a)->overlaps(**b)) {
+        throw std::invalid_argument((*a)->name() + " and " + (*b)->name() + " share memory");
+      }
+    }
+  }
+}
+
+using Segment = std::tuple<int64_t, int64_t, int64_t, double, double, double, double, double>;
 
 void run_adam(const py::buffer& weight_buffer, const std::optional<py::buffer>& residual_buffer,
               const py::buffer& exp_avg_buffer, const py::buffer& exp_avg_sq_buffer,
@@ -85,10 +106,16 @@ void run_adam(const py::buffer& weight_buffer, const std::optional<py::buffer>& 
     planes.weight = weight.elements<float>(count);
     planes.grad = grad.elements<float>(count);
   }
+  refuse_overlap({&weight, residual ? &*residual : nullptr, &exp_avg, &exp_avg_sq, &grad});
   std::vector<optim::AdamSegment> segments;
   segments.reserve(segment_tuples.size());
   for (const auto& [begin, end, step, lr, beta1, beta2, eps, weight_decay] : segment_tuples) {
-    segments.push_back({begin, end, step, lr, beta1, beta2, eps, weight_decay});
+    if (begin < 0 || end < 0) {
+      throw std::invalid_argument("segment " + std::to_string(segments.size()) +
+                                  ": begin and end must not be negative");
+    }
+    segments.push_back(
+        {static_cast<size_t>(begin), static_cast<size_t>(end), step, lr, beta1, beta2, eps, weight_decay});
   }
   const optim::AdamOptions options{.decoupled = adamw_mode, .grad_scale = grad_scale, .threads = threads};
   const py::gil_scoped_release nogil;
@@ -119,6 +146,7 @@ void run_split_master(const py::buffer& master_buffer, const py::buffer& weight_
   const Array master(master_buffer, "master", false);
   const Array weight(weight_buffer, "weight", true);
   const Array residual(residual_buffer, "residual", true);
+  refuse_overlap({&master, &weight, &residual});
   const size_t count = master.count();
   const auto* from = master.elements<float>(count);
   auto* to_weight = weight.elements<optim::Bf16>(count);
@@ -133,6 +161,7 @@ void run_join_master(const py::buffer& weight_buffer, const py::buffer& residual
   const Array weight(weight_buffer, "weight", false);
   const Array residual(residual_buffer, "residual", false);
   const Array master(master_buffer, "master", true);
+  refuse_overlap({&weight, &residual, &master});
   const size_t count = weight.count();
   const auto* from_weight = weight.elements<optim::Bf16>(count);
   const auto* from_residual = residual.elements<int16_t>(count);
@@ -147,6 +176,7 @@ void run_assign_weight(const py::buffer& weight_buffer, const py::buffer& residu
   const Array weight(weight_buffer, "weight", true);
   const Array residual(residual_buffer, "residual", true);
   const Array fresh(fresh_buffer, "fresh", false);
+  refuse_overlap({&weight, &residual, &fresh});
   const size_t count = weight.count();
   auto* to_weight = weight.elements<optim::Bf16>(count);
   auto* to_residual = residual.elements<int16_t>(count);

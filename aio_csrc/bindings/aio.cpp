@@ -5,11 +5,16 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <exception>
 #include <list>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "io/backends.h"
 #include "io/error.h"
@@ -186,6 +191,9 @@ std::unique_ptr<PyTicket> PyQueue::transfer(IoOp op, const py::object& object, u
   require_owned();
   std::erase_if(orphans_, [](const auto& orphan) { return orphan.second->done(); });
   Buffer buffer(object, /*writable=*/op == IoOp::kRead);
+  if (offset > INT64_MAX - std::min<uint64_t>(buffer.size(), INT64_MAX)) {
+    throw py::value_error("the transfer ends beyond the largest file offset, 2**63 - 1");
+  }
   const auto urgency = static_cast<IoPriority>(priority);
   auto ticket = op == IoOp::kRead ? queue_->read(buffer.bytes(), buffer.size(), offset, urgency)
                                   : queue_->write(buffer.bytes(), buffer.size(), offset, urgency);
@@ -244,6 +252,7 @@ std::shared_ptr<PyQueue> open_queue(const std::string& path, const std::string& 
 }
 
 py::dict stats_of(PyQueue& self) {
+  self.require_owned();  // a forked child may have inherited the lock of the counters while it was held
   const auto direction = [&](IoOp op) {
     const offload::DirectionStats stats = self.queue().stats().read(op);
     py::dict out;

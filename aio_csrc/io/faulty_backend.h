@@ -1,13 +1,12 @@
 #pragma once
 
-#include <chrono>
+#include <cstdint>
 #include <deque>
 #include <map>
 #include <memory>
 #include <optional>
 #include <tuple>
 #include <unordered_map>
-#include <vector>
 
 #include "io/backend.h"
 

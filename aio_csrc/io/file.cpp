@@ -145,9 +145,11 @@ void IoFile::close() noexcept {
 }
 
 // POSIX_FADV_DONTNEED drops clean pages and only begins to write dirty ones back. So a written range is told
-// twice: now, and once more when enough others have followed it.
+// twice: now, and once more when enough others have followed it. Pages that a range covers in part are never
+// dropped, so heads and tails (Note [Unaligned transfers]) stay until the next sync: two pages for a
+// transfer.
 void IoFile::forget_cached(uint64_t offset, uint64_t size, bool written) noexcept {
-  if (policy_ == DirectIo::kOff) return;  // asked for the page cache
+  if (policy_ == DirectIo::kOff || size < alignment_) return;  // kOff asked for the page cache
   const auto forget = [&](uint64_t begin, uint64_t count) {
     ::posix_fadvise(buffered_.get(), static_cast<off_t>(begin), static_cast<off_t>(count),
                     POSIX_FADV_DONTNEED);

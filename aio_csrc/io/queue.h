@@ -25,9 +25,10 @@ namespace offload {
 // one while the last is still running.
 class IoQueue {
  public:
-  explicit IoQueue(
-      const QueueOptions& options);  // throws IoError (file), BackendError, std::invalid_argument
-  ~IoQueue();                        // cancels what is pending; in a forked child, lets go
+  // Throws IoError (the file), BackendError, std::invalid_argument.
+  explicit IoQueue(const QueueOptions& options);
+  // Cancels what is pending; in a forked child, lets go.
+  ~IoQueue();
   IoQueue(const IoQueue&) = delete;
   IoQueue& operator=(const IoQueue&) = delete;
 
@@ -50,8 +51,7 @@ class IoQueue {
   // See IoFile::preallocate. Throws IoError; EBADF where the queue is closed.
   bool preallocate(uint64_t size);
 
-  // False in a forked child: it has a copy of this object but not the thread, and must do nothing but drop
-  // it.
+  // False in a forked child, which has a copy of this object but not the thread: it may only drop it.
   [[nodiscard]] bool owned() const noexcept { return ::getpid() == owner_pid_; }
   [[nodiscard]] pid_t owner_pid() const noexcept { return owner_pid_; }
 

@@ -99,9 +99,8 @@ size_t UringBackend::take(std::span<IoCompletion> out, bool& woken) noexcept {
       out[count++] = {cqe.user_data, cqe.res};
       continue;
     }
-    uint64_t wakes = 0;
-    [[maybe_unused]] const ssize_t rc =
-        ::read(wake_fd_.get(), &wakes, sizeof(wakes));  // EAGAIN: none pending
+    uint64_t wakes = 0;  // EAGAIN where none is pending is as good
+    [[maybe_unused]] const ssize_t rc = ::read(wake_fd_.get(), &wakes, sizeof(wakes));
     wake_armed_ = false;
     woken = true;
   }

@@ -17,9 +17,9 @@ struct BitsAvx2 {
     return {x, x};
   }
   static BitsAvx2 load_high(const Bf16* p) {
-    const __m256i zero = _mm256_setzero_si256();
-    const __m256i x = load_for_unpack(p);
-    return {_mm256_unpacklo_epi16(zero, x), _mm256_unpackhi_epi16(zero, x)};
+    const auto* halves = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)), 16),
+            _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1)), 16)};
   }
   static BitsAvx2 load_low(const int16_t* p) {
     const auto* halves = reinterpret_cast<const __m128i*>(p);
@@ -40,11 +40,8 @@ struct BitsAvx2 {
   }
 
  private:
-  // Unpacking and packing work within 128-bit halves: the middle quarters change places before or after.
+  // Packing works within 128-bit halves: the middle quarters change places afterwards.
   static constexpr int kSwapMiddle = 0xD8;
-  static __m256i load_for_unpack(const void* p) {
-    return _mm256_permute4x64_epi64(_mm256_loadu_si256(static_cast<const __m256i*>(p)), kSwapMiddle);
-  }
   static void store_packed(void* p, __m256i low, __m256i high) {
     const __m256i x = _mm256_packus_epi32(low, high);
     _mm256_storeu_si256(static_cast<__m256i*>(p), _mm256_permute4x64_epi64(x, kSwapMiddle));

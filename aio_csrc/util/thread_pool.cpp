@@ -61,7 +61,7 @@ void ThreadPool::run_erased(size_t task_count, unsigned threads, Call call, cons
     job_ = &job;
     places_ = std::min(helpers, workers_);
   }
-  job_posted_.notify_all();
+  for (size_t i = 0; i < helpers; ++i) job_posted_.notify_one();
   drain(job);
   std::unique_lock lock(mutex_);
   places_ = 0;  // a worker that wakes only now has nothing to do

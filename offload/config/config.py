@@ -16,7 +16,7 @@ from .foreign import NO_EFFECT, foreign_keys, set_aside
 from .kinds import Real, Whole, keyed
 from .legacy import MISPLACED, modernise
 from .parse import parse
-from .reader import OneOf, block_keys, flatten, read_block, write_block
+from .reader import OneOf, block_keys, flatten, read_block, specs, write_block
 from .report import Report, UnfitError, join, show
 from .resolve import BatchSizes
 from .schema import Aio, Durability, Memory, ZeroOptimization
@@ -63,6 +63,8 @@ class OffloadConfig:
     Ours."""
     steps_per_print: Annotated[int, Whole()] = 10
     """Steps between two lines of progress; 0: none. As DeepSpeed."""
+    dataloader_drop_last: bool = False
+    """Leave out the last, smaller batch of the data loader that ``initialize`` builds. As DeepSpeed."""
     seed: Annotated[int, Whole()] = 0
     """Key of the stochastic rounding of 16-bit and 8-bit state. Ours."""
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -104,7 +106,7 @@ class OffloadConfig:
         each."""
         report = Report()
         try:
-            given = modernise(keyed(dict(data), "", report), report)
+            given = modernise(keyed(dict(data) if isinstance(data, Mapping) else data, "", report), report)
         except UnfitError as error:
             raise ConfigError(f"configuration: {error}") from None
         set_aside(given, report)
@@ -151,7 +153,8 @@ def _describe(path: str, value: object) -> str:
 def _places() -> dict[str, tuple[str, ...]]:
     """Path of every block -> all keys that are known there."""
     places = dict(block_keys(OffloadConfig))
-    places["optimizer"] = ("type", "params")
+    places["scheduler"] = ("type", "params")
+    places["scheduler.params"] = tuple(spec.name for cls in SCHEDULERS for spec in specs(cls))
     for path in NO_EFFECT:
         places[path] = (*places[path], *foreign_keys(path))
     return places
@@ -169,7 +172,7 @@ def _unknown(path: str, key: str, known: Sequence[str]) -> str:
     if elsewhere:
         return f"does not belong here; it belongs in {' or '.join(elsewhere)}"
     here = [*known, *foreign_keys(path)]
-    near = difflib.get_close_matches(key, here, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(key, here, n=1, cutoff=0.55)
     if near:
         return f"is not a setting; did you mean {show(near[0])}?"
     for place, keys in _places().items():

@@ -57,7 +57,8 @@ NO_EFFECT: Final[Mapping[str, Mapping[str, str]]] = {
         "use_data_before_expert_parallelism": "experts are not cut over ranks",
         "moe": _UNREAD,
         "eigenvalue": "only DeepSpeed's quantization reads it",
-        "dataloader_drop_last": "build the data loader in the program",
+        "graph_harvesting": "call torch.compile on the model",
+        "vocabulary_size": _UNREAD,
     },
     "zero_optimization": {
         "overlap_comm": _OVERLAP,

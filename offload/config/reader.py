@@ -71,34 +71,30 @@ def _kind(hint: Any) -> Kind:
 
 
 def read_block(cls: type[Block], data: object, path: str, report: Report, unknown: UnknownKey) -> Block:
-    """A ``cls`` from ``data``. Problems go to ``report``, and the settings they are about keep their
-    defaults."""
+    """A ``cls`` from ``data``. Problems go to ``report``; the settings they are about keep their defaults."""
     given = keyed(data, path, report)
     known = [spec.name for spec in specs(cls)]
     for key in given:
         if key not in known:
             report.problem(join(path, key), unknown(path, key, known))
-    values: dict[str, Any] = {}
+    # A required setting without a value stays None, which nobody sees: the report then holds a problem.
+    values: dict[str, Any] = {spec.name: None for spec in specs(cls) if spec.is_required}
     for spec in specs(cls):
         where, value = join(path, spec.name), given.get(spec.name)
-        if value is None:
-            if spec.is_required:
-                raise UnfitError(f"{spec.name} is missing; write {_example(spec)}")
-            continue
-        if is_auto(value) and not spec.kind.takes_auto:
-            if spec.is_required:
-                raise UnfitError(f'{spec.name} is "auto" and nothing fills it in; write {_example(spec)}')
-            report.note(where, f'"auto" is taken as its default{_default(spec)}')
-            continue
-        try:
-            values[spec.name] = _read(spec.kind, value, where, report, unknown)
-        except UnfitError as error:
-            report.problem(where, str(error))
-            if spec.is_required:
-                values[spec.name] = None  # never seen: the report holds a problem
-        else:
-            if spec.kind.is_hint:
-                report.note(where, "a hint; the memory plan decides")
+        is_wish = is_auto(value) and not spec.kind.takes_auto
+        if spec.is_required and (value is None or is_wish):
+            what = "is missing" if value is None else '"auto" is not filled in by anything'
+            report.problem(where, f"{what}; write {_example(spec)}")
+        elif is_wish:
+            report.note(where, f'"auto" is taken as {_default(spec)}')
+        elif value is not None:
+            try:
+                values[spec.name] = _read(spec.kind, value, where, report, unknown)
+            except UnfitError as error:
+                report.problem(where, str(error))
+            else:
+                if spec.kind.is_hint:
+                    report.note(where, "a hint; the memory plan decides")
     return cls(**values)
 
 
@@ -110,14 +106,14 @@ def _read(kind: Kind, value: object, path: str, report: Report, unknown: Unknown
 
 def _example(spec: Spec) -> str:
     if isinstance(spec.kind, Choice):
-        return f'"{spec.name}": ' + " or ".join(show(option) for option in spec.kind.options)
-    return f'"{spec.name}": a number'
+        return " or ".join(show(option) for option in spec.kind.options)
+    return "a number"
 
 
 def _default(spec: Spec) -> str:
     if spec.kind.is_hint:
-        return "; the memory plan decides"
-    return "" if spec.default is None else f", {show(spec.default)}"
+        return "absent; the memory plan decides"
+    return "absent" if spec.default in (None, ()) else f"its default, {show(spec.default)}"
 
 
 class _Nested(Kind):
@@ -144,8 +140,7 @@ class BlockOf(_Nested):
 
 
 class OneOf(_Nested):
-    """``{"type": NAME, "params": {...}}``, where the name selects the class of the params;
-    ``cls(params=...)``."""
+    """``{"type": NAME, "params": {...}}``, where the name selects the class of ``cls.params``."""
 
     def __init__(self, cls: type[Any], options: Sequence[type[Any]]) -> None:
         self.cls: Final = cls
@@ -153,31 +148,35 @@ class OneOf(_Nested):
 
     def read_with(self, value: object, path: str, report: Report, unknown: UnknownKey) -> Any:
         given = keyed(value, path, report)
-        for key in given.keys() - {"type", "params"}:
-            report.problem(join(path, key), unknown(path, key, ["type", "params"]))
+        for key in given:
+            if key not in ("type", "params"):
+                report.problem(join(path, key), unknown(path, key, ["type", "params"]))
         if given.get("type") is None:
-            raise UnfitError(f"type is missing; write one of {', '.join(self.options)}")
-        try:
-            name = Choice(*self.options).read(given["type"], join(path, "type"), report)
-        except UnfitError as error:
-            report.problem(join(path, "type"), str(error))
+            report.problem(join(path, "type"), f"is missing; write one of {', '.join(self.options)}")
             return None
-        option = self.options[str(name)]
-
-        def unknown_param(where: str, key: str, known: Sequence[str]) -> str:
-            owners = [
-                other for other, cls in self.options.items() if key in [spec.name for spec in specs(cls)]
-            ]
-            if owners:
-                return f"is a setting of {', '.join(owners)}, not of {name}; {name} takes {', '.join(known)}"
-            return unknown(where, key, known)
-
-        params = given.get("params")
-        return self.cls(
-            params=read_block(
-                option, {} if params is None else params, join(path, "params"), report, unknown_param
+        where = join(path, "type")
+        try:
+            option = self.options[str(Choice(*self.options).read(given["type"], where, report))]
+            where = join(path, "params")
+            params = {} if given.get("params") is None else given["params"]
+            return self.cls(
+                params=read_block(option, params, where, report, self._unknown_in(option, unknown))
             )
-        )
+        except UnfitError as error:
+            report.problem(where, str(error))
+            return None
+
+    def _unknown_in(self, option: type[Any], unknown: UnknownKey) -> UnknownKey:
+        """Says first which of the other options a setting belongs to."""
+
+        def told(path: str, key: str, known: Sequence[str]) -> str:
+            owners = [name for name, cls in self.options.items() if key in [spec.name for spec in specs(cls)]]
+            if not owners:
+                return unknown(path, key, known)
+            name = option.__name__
+            return f"is a setting of {', '.join(owners)}, not of {name}; {name} takes {', '.join(known)}"
+
+        return told
 
     def write(self, value: Any) -> dict[str, Any]:
         return {"type": type(value.params).__name__, "params": write_block(value.params)}

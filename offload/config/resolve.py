@@ -17,6 +17,9 @@ _PARAM: Final = "zero_optimization.offload_param"
 _OPTIMIZER: Final = "zero_optimization.offload_optimizer"
 _UPDATE: Final = "zero_optimization.offload_optimizer.update"
 
+_NVME_ONLY: Final = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+_OFFLOAD_ONLY: Final = ("pin_memory", "ratio")
+
 # Note [Batch sizes]
 # train = micro * accumulation * ranks. Two given: the third follows. One given: an absent accumulation is 1,
 # then an absent micro is 1 (or what train leaves). None given: micro and accumulation are 1. What does not
@@ -44,7 +47,7 @@ def resolve_batch(config: OffloadConfig, world_size: int) -> BatchSizes:
     if micro is None:
         micro = 1 if train is None else train // (accumulation * world_size)
     product = micro * accumulation * world_size
-    if (train is not None and train != product) or product == 0:
+    if train is not None and train != product:
         raise ConfigError(f"train_batch_size: {_mismatch(config, world_size)}")
     if accumulation > 1 and config.zero_optimization.offload_optimizer.update == "backward":
         raise ConfigError(f"{_UPDATE}: {_no_backward(f'{accumulation} micro-batches are added up')}")
@@ -109,15 +112,7 @@ def _check_placement(config: OffloadConfig, given: dict[str, Any], report: Repor
             report.problem(
                 f"{path}.nvme_path", 'is needed for the device "nvme"; write a directory on the drive'
             )
-        written = block_at(given, path) or {}
-        if block.device in ("none", "cpu"):
-            idle = ["nvme_path", "buffer_count", "buffer_size", "max_in_cpu"]
-            idle += ["pin_memory", "ratio", "state_format", "update"] if block.device == "none" else []
-            idle = [key for key in idle if written.get(key) is not None]
-            if idle:
-                report.note(
-                    path, f"the device is {show(block.device)}, so {' and '.join(idle)} have no effect"
-                )
+        _note_idle(path, block.device, block_at(given, path) or {}, report)
     if zero.offload_param.device != "none" and zero.stage != 3 and report.is_clean(f"{_ZERO}.stage"):
         report.problem(
             _PARAM,
@@ -138,6 +133,15 @@ def _check_placement(config: OffloadConfig, given: dict[str, Any], report: Repor
         )
     if given.get("aio") and all(block.device in ("none", "cpu") for _, block in blocks):
         report.note("aio", "has no effect; no device is nvme")
+
+
+def _note_idle(path: str, device: str, written: dict[str, Any], report: Report) -> None:
+    """Settings of an offload block that its device does not use."""
+    idle = {"none": (*_NVME_ONLY, *_OFFLOAD_ONLY), "cpu": _NVME_ONLY}.get(device, ())
+    found = [key for key in idle if written.get(key) is not None]
+    if found:
+        have = "has" if len(found) == 1 else "have"
+        report.note(path, f"the device is {show(device)}, so {' and '.join(found)} {have} no effect")
 
 
 def _check_update(config: OffloadConfig, report: Report) -> None:

@@ -127,8 +127,8 @@ def open_checkpoint(path: PathLike) -> PretrainedCheckpoint:
         missing = [name for name in wanted or () if name not in header]
         if missing:
             raise CheckpointError(
-                f"{folder / file} lacks {missing[0]!r} and {len(missing) - 1} more that {_INDEX} says it holds; "
-                f"copy the model again"
+                f"{folder / file} lacks {missing[0]!r} and {len(missing) - 1} more that {_INDEX} promises;"
+                f" copy the model again"
             )
         for name, entry in header.items():
             if wanted is None or name in wanted:
@@ -147,8 +147,8 @@ def _shards(folder: Path) -> dict[str, set[str] | None]:
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         if pickles:
             raise CheckpointError(
-                f"model {folder} holds {pickles[0]}, a pickle, which can run code when read; convert it once with "
-                f"AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) where you trust it"
+                f"model {folder} holds {pickles[0]}, a pickle, which can run code when read; convert it once"
+                f" with AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) where you trust it"
             )
         raise CheckpointError(f"model {folder} holds neither {_SINGLE} nor {_INDEX}")
     weights = _read_json(folder / _INDEX, "copy the model again").get("weight_map")
@@ -178,13 +178,14 @@ def _tied_names(config: dict[str, Any], entries: dict[str, TensorEntry]) -> dict
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]{1,18})", name) if part]
+    parts = re.split(r"([0-9]{1,18})", name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part]
 
 
 def _read_json(path: Path, hint: str) -> dict[str, Any]:
     try:
         if path.stat().st_size > _JSON_BYTES_MAX:
-            raise CheckpointError(f"{path} is larger than {format_bytes(_JSON_BYTES_MAX)}; it is no such file")
+            raise CheckpointError(f"{path} is larger than {format_bytes(_JSON_BYTES_MAX)}; {hint}")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; {hint}") from error
@@ -208,7 +209,7 @@ def build_meta_model(path: PathLike, *, dtype: torch.dtype | None = None) -> nn.
         import transformers
         from transformers.initialization import no_init_weights
     except ModuleNotFoundError as error:
-        raise ConfigError(f"model {os.fspath(path)} needs transformers >= 5: pip install 'offload[hf]'") from error
+        raise ConfigError(f"model {path} needs transformers >= 5: pip install 'offload[hf]'") from error
     config_file = Path(path) / "config.json"
     _read_json(config_file, "the directory is no model that transformers saved")
     try:
@@ -218,7 +219,9 @@ def build_meta_model(path: PathLike, *, dtype: torch.dtype | None = None) -> nn.
     arguments = {} if dtype is None else {"dtype": dtype}
     with torch.device("cpu"), _parameters_on_meta(), no_init_weights():
         try:
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **arguments)
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, **arguments
+            )
         except ValueError as error:
             raise ConfigError(f"{config_file} is no causal language model: {str(error)[:200]}") from error
     model.tie_weights()  # type: ignore[operator]  # no_init_weights skipped it
@@ -244,7 +247,7 @@ def _parameters_on_meta() -> Iterator[None]:
         moved.__dict__.update(parameter.__dict__)
         return moved
 
-    hook = register_module_parameter_registration_hook(to_meta)
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -284,7 +287,7 @@ def write_checkpoint(
     out, listed = Path(out_dir).absolute(), list(specs)
     _check_target(out, overwrite)
     if len({spec.name for spec in listed}) != len(listed) or not listed:
-        raise ConfigError(f"a checkpoint needs each tensor once; got {len(listed)} with names repeated or none at all")
+        raise ConfigError(f"specs must name each tensor once, and at least one; got {len(listed)}")
     if shard_bytes < 1:
         raise ConfigError(f"shard_bytes must be above 0, got {shard_bytes}")
     extra = _tokenizer_paths(tokenizer_files)
@@ -294,13 +297,15 @@ def write_checkpoint(
         free = shutil.disk_usage(out.parent).free
         if free < total:
             raise StoreError(
-                f"{out.parent} has {format_bytes(free)} free, the checkpoint needs {format_bytes(total)}; free space"
+                f"{out.parent} has {format_bytes(free)} free, the checkpoint needs {format_bytes(total)};"
+                f" free space or give another directory"
             )
         temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".tmp"))
     except StoreError:
         raise
     except OSError as error:
-        raise StoreError(f"{out.parent} cannot be written: {error.strerror}; give another directory") from error
+        text = f"{out.parent} cannot be written: {error.strerror}; give another directory"
+        raise StoreError(text) from error
     try:
         _write_shards(temporary, listed, fetch, shard_bytes, total)
         for source in extra:
@@ -315,8 +320,7 @@ def write_checkpoint(
         raise
     except OSError as error:
         raise TransferError(
-            error.errno or errno.EIO, "write", str(out), offset=0, size=total, done=0, hint="nothing was
-            changed"
+            error.errno or errno.EIO, "write", str(out), offset=0, size=total, done=0
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # gone already where the rename succeeded
@@ -340,7 +344,7 @@ def _tokenizer_paths(folder: PathLike | None) -> list[Path]:
         return []
     found = [Path(folder) / name for name in TOKENIZER_FILES if (Path(folder) / name).is_file()]
     if not any("token" in path.name or "vocab" in path.name or "spiece" in path.name for path in found):
-        raise ConfigError(f"{os.fspath(folder)} holds no tokenizer files; give the directory of the model's tokenizer")
+        raise ConfigError(f"{folder} holds no tokenizer files; give the directory of the model's tokenizer")
     return found
 
 
@@ -381,16 +385,21 @@ def _fsync(path: Path) -> None:
 
 def _replace(temporary: Path, out: Path) -> None:
     """``temporary`` becomes ``out``; what was there goes last, and comes back if the rename fails."""
-    aside = None
-    if out.exists() and any(out.iterdir()):
-        aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".old"))
-        out.rename(aside)  # onto an empty directory
+    aside: Path | None = None
     try:
-        temporary.rename(out)
-    except OSError:
-        if aside is not None:
-            aside.rename(out)
-        raise
-    _fsync(out.parent)
-    if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
+        if out.exists() and any(out.iterdir()):
+            aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".old"))
+            out.rename(aside)  # onto an empty directory
+        try:
+            temporary.rename(out)
+        except OSError:
+            if aside is not None:
+                log.error(
+                    "cannot replace %s; the checkpoint that was there is in %s until moved back", out, aside
+                )
+                aside.rename(out)
+            raise
+        _fsync(out.parent)
+    finally:
+        if aside is not None and out.exists():
+            shutil.rmtree(aside, ignore_errors=True)

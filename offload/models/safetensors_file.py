@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
@@ -102,7 +103,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             f"{path} has a broken header: {str(error)[:200]}; copy the file again"
         ) from error
     entries.sort(key=lambda entry: entry.offset)
-    for before, after in zip(entries, entries[1:], strict=False):
+    for before, after in pairwise(entries):
         if before.offset + before.size > after.offset:
             raise CheckpointError(
                 f"{path} has a broken header: {before.spec.name} and {after.spec.name} overlap"
@@ -149,7 +150,7 @@ def read_tensor(entry: TensorEntry) -> Tensor:
     tensor = torch.empty(entry.spec.shape, dtype=getattr(torch, entry.spec.dtype))
     if entry.size == 0:
         return tensor
-    target = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    target = tensor.reshape(-1).view(torch.uint8).numpy().data
     done = 0
     try:
         with entry.path.open("rb", buffering=0) as file:
@@ -228,7 +229,7 @@ def _write_tensor(file: BinaryIO, spec: TensorSpec, tensor: Tensor) -> int:
     if tensor.is_meta:
         raise ConfigError(f"{spec.name} is on the meta device and has no values to write")
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    data = memoryview(flat.numpy())
+    data = flat.numpy().data
     for start in range(0, len(data), _WRITE_BYTES):
         file.write(data[start : start + _WRITE_BYTES])
     return len(data)

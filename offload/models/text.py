@@ -82,8 +82,8 @@ class TextDataset:
             )
         if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
             raise ConfigError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary {model_vocab_size}; "
-                f"use the tokenizer the model was made for"
+                f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary {model_vocab_size};"
+                f" use the tokenizer the model was made for"
             )
         self.seq, self.micro_batch, self.seed, self.shuffle = seq, micro_batch, seed, shuffle
         self.rank, self.world_size = rank, world_size
@@ -150,7 +150,9 @@ class TextDataset:
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position <= self.num_sequences:
-            raise ConfigError(f"the data cannot resume at epoch {epoch}, sequence {position} of {self.num_sequences}")
+            raise ConfigError(
+                f"the data cannot resume at epoch {epoch}, sequence {position} of {self.num_sequences}"
+            )
         self.epoch, self.position = epoch, position
         self._order = self._epoch_order(epoch)
 
@@ -189,8 +191,9 @@ def tokenize_files(
         raise ConfigError(f"data {os.fspath(data)} is empty; give a file or folder with text in it")
     stats = _build_cache(path, sources, tokenizer, field, dtype, progress)
     if stats.undecodable:
-        log.warning("data %s: replaced %d byte sequences that are no UTF-8", os.fspath(data),
-        stats.undecodable)
+        log.warning(
+            "data %s: replaced %d byte sequences that are no UTF-8", os.fspath(data), stats.undecodable
+        )
     built = _open_cache(path, dtype)
     if built is None:
         raise AssertionError(f"cache {path} was just written and cannot be opened")
@@ -200,7 +203,8 @@ def tokenize_files(
 
 def _cache_key(sources: list[SourceFile], tokenizer: Tokenizer, field: str) -> str:
     files = [(source.name, source.size, source.mtime_ns) for source in sources]
-    return hashlib.sha256(json.dumps([_CACHE_FORMAT, tokenizer.digest, field, files]).encode()).hexdigest()[:24]
+    text = json.dumps([_CACHE_FORMAT, tokenizer.digest, field, files])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _open_cache(path: Path, dtype: np.dtype[Any]) -> TokenArray | None:
@@ -208,8 +212,7 @@ def _open_cache(path: Path, dtype: np.dtype[Any]) -> TokenArray | None:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         return None
-    except (ValueError, OSError) as error:  # cut short, or not ours: the text is still there, so build it
-    again
+    except (ValueError, EOFError, OSError) as error:  # cut short, or not ours; the text is still there
         log.warning("cache %s cannot be read and is built again: %s", path, error)
         return None
     if tokens.dtype != dtype or tokens.ndim != 1:
@@ -232,8 +235,9 @@ def _build_cache(
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}.", suffix=".tmp",
-        delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            dir=path.parent, prefix=f".{path.stem}.", suffix=".tmp", delete=False
+        ) as file:
             temporary = Path(file.name)
             file.write(bytes(_NPY_HEADER_BYTES))
             for ids in _token_pieces(sources, tokenizer, field, stats):

@@ -121,7 +121,7 @@ EMBEDDED: dict[str, Case] = {
             "steps_per_print": 1e12,
         },
         {"steps_per_print": 10**12, "zero_optimization.sub_group_size": None},
-        ('zero_optimization.sub_group_size: "auto" is taken as its default; the memory plan decides',),
+        ('zero_optimization.sub_group_size: "auto" is taken as absent; the memory plan decides',),
     ),
     "E11": Case(
         {

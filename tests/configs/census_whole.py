@@ -254,7 +254,7 @@ WHOLE_FILES: dict[str, Case] = {
             }
         ),
         {"zero_optimization.reduce_bucket_size": None},
-        ('zero_optimization.reduce_bucket_size: "auto" is taken as its default; the memory plan decides',),
+        ('zero_optimization.reduce_bucket_size: "auto" is taken as absent; the memory plan decides',),
     ),
     "W16": Case(template(zero3(offload_optimizer={"device": "cpu"})), {f"{OPTIMIZER}.pin_memory": True}),
     "W17": Case(

@@ -229,6 +229,7 @@ def test_a_non_finite_gradient_never_makes_a_plausible_weight(bad: float) -> Non
 BAD_SEGMENTS = [
     ([Segment(0, 11, 1, **HYPER)], r"segment 0: \[0, 11\) must lie in \[0, 10\)"),
     ([Segment(5, 4, 1, **HYPER)], r"segment 0: \[5, 4\)"),
+    ([Segment(-1, 4, 1, **HYPER)], "segment 0: begin and end must not be negative"),
     ([Segment(0, 5, 1, **HYPER), Segment(4, 8, 1, **HYPER)], r"segment 1: \[4, 8\) must lie in \[5, 10\)"),
     ([Segment(0, 5, 0, **HYPER)], "segment 0: step must be at least 1, got 0"),
     ([Segment(0, 5, 1, **{**HYPER, "beta1": 1.0})], r"beta1 must be in \[0, 1\), got 1"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 
@@ -29,6 +29,15 @@ CONFIG = DecoderConfig(
 )
 TIED = replace(CONFIG, tie_embeddings=True)
 PLAIN_HEADS = replace(CONFIG, num_kv_heads=4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from threads, and on a busy machine their barriers cost seconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def ids(*, batch: int = 2, seq: int = 24, vocab: int = 97, seed: int = 1) -> Tensor:
@@ -222,20 +231,21 @@ def allocated_peak(
     return max(accumulate(size for _, size in memory))
 
 
-WIDE = replace(CONFIG, hidden_size=256, intermediate_size=704, vocab_size=8_000, max_seq_len=256)
+WIDE = replace(
+    CONFIG, num_layers=2, hidden_size=256, intermediate_size=704, vocab_size=8_000, max_seq_len=256
+)
 
 
 @pytest.mark.parametrize(
     ("config", "batch", "seq", "loss_chunk"),
     [
         (preset("demo"), 1, 128, 1024),
-        (preset("demo"), 2, 256, 128),
         (WIDE, 2, 256, 1024),
         (WIDE, 2, 256, 128),
         (replace(WIDE, tie_embeddings=True), 1, 64, 1024),
         (replace(WIDE, tie_embeddings=True), 2, 256, 128),
     ],
-    ids=["demo-128", "demo-512", "vocab", "vocab-pieces", "tied", "tied-pieces"],
+    ids=["demo", "vocab", "vocab-pieces", "tied", "tied-pieces"],
 )
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_activation_estimate_is_above_the_peak_and_within_twice(

@@ -1,0 +1,272 @@
+"""File systems that lack something: space, direct I/O, fallocate; and kernels that lack io_uring."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from io_buffers import page_aligned, random_bytes
+
+from offload import aio
+from offload.bytesize import KiB, MiB
+from offload.errors import TransferError
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def pages_cached(path: str) -> int:
+    """How many pages of the file are in memory, as mincore says."""
+    size = os.path.getsize(path)  # noqa: PTH202
+    pages = -(-size // mmap.PAGESIZE)
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), size) as view:
+        flags = (ctypes.c_ubyte * pages)()
+        address = ctypes.addressof(ctypes.c_byte.from_buffer(view))
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), flags) != 0:
+            raise OSError(ctypes.get_errno(), "mincore")
+        return sum(flag & 1 for flag in flags)
+
+
+def round_trip(queue: aio.Queue) -> None:
+    for size, offset in ((1 * MiB, 0), (12_345, 4097), (64 * KiB, 2 * MiB)):
+        source, target = page_aligned(size), page_aligned(size)
+        source[:] = random_bytes(size, seed=size)
+        queue.write(source, offset).wait()
+        queue.read(target, offset).wait()
+        np.testing.assert_array_equal(target, source)
+
+
+SMALL = [pytest.param("tmpfs", "size=4m", id="tmpfs"), pytest.param("ext4", "loop", id="ext4")]
+
+
+@pytest.mark.parametrize("direct_io", ["auto", "off"])
+@pytest.mark.parametrize(("kind", "options"), SMALL)
+def test_full_file_system(mount, backend, kind, options, direct_io):
+    """The write that finds no room raises with the free space; what was written before is whole."""
+    path = str(mount(kind, options) / "swap")
+    data = page_aligned(3 * MiB)
+    data[:] = random_bytes(data.size, seed=0)
+    with aio.Queue(path, backend=backend, request_bytes=64 * KiB, direct_io=direct_io) as queue:
+        queue.write(data, 0).wait()
+        with pytest.raises(TransferError, match=r"No space left.*free on its file system") as caught:
+            queue.write(page_aligned(32 * MiB), 3 * MiB).wait()
+        assert caught.value.errno == errno.ENOSPC
+        assert caught.value.done < 32 * MiB
+        target = page_aligned(data.size)
+        queue.read(target, 0).wait()
+    np.testing.assert_array_equal(target, data)
+
+
+@pytest.mark.parametrize(("kind", "options"), SMALL)
+def test_preallocate_without_room(mount, backend, kind, options):
+    """ENOSPC before the first byte, and the space that was claimed on the way is given back."""
+    folder = mount(kind, options)
+    with aio.Queue(folder / "swap", backend=backend) as queue:
+        queue.write(b"x" * 100, 0).wait()
+        with pytest.raises(TransferError, match=r"fallocate failed: No space left.*free on its file system"):
+            queue.preallocate(64 * MiB)
+        assert (folder / "swap").stat().st_size == 100
+        about = os.statvfs(folder)
+        assert about.f_bavail * about.f_frsize > 3 * MiB
+
+
+def test_preallocate(path, backend):
+    with aio.Queue(path, backend=backend, size=3 * MiB + 1) as queue:
+        status = Path(path).stat()
+        assert status.st_size == 3 * MiB + 1
+        assert status.st_blocks * 512 >= 3 * MiB
+        queue.preallocate(1 * MiB)  # never shrinks
+        assert Path(path).stat().st_size == 3 * MiB + 1
+        buffer = page_aligned(3 * MiB + 1)
+        buffer[:] = 1
+        queue.read(buffer, 0).wait()
+        assert not buffer.any()
+
+
+def test_preallocate_where_the_file_system_cannot(mount, backend, caplog):
+    """ramfs has no fallocate: the file is long but sparse, and the log says why."""
+    path = mount("ramfs", "size=8m") / "swap"
+    with aio.Queue(path, backend=backend, size=1 * MiB) as queue:
+        assert path.stat().st_size == 1 * MiB
+        assert any("cannot reserve space" in text and str(path) in text for text in warnings_of(caplog))
+        round_trip(queue)
+
+
+def test_open_with_direct_refused(mount, backend, caplog):
+    """ramfs refuses O_DIRECT when opening: one warning with path and errno, and all works buffered."""
+    path = mount("ramfs", "size=8m") / "swap"
+    with aio.Queue(path, backend=backend) as queue:
+        assert not queue.direct
+        round_trip(queue)
+    (text,) = warnings_of(caplog)
+    assert str(path) in text
+    assert "EINVAL" in text
+    with pytest.raises(TransferError, match=r"O_DIRECT failed: Invalid argument.*direct_io='auto'"):
+        aio.Queue(path, backend=backend, direct_io="required")
+    caplog.clear()
+    with aio.Queue(path, backend=backend, direct_io="off") as queue:
+        assert not queue.direct
+    assert not warnings_of(caplog)
+
+
+def test_direct_transfer_refused(path, backend, caplog):
+    """Some file systems let O_DIRECT open and refuse the transfer: the same, found out at the first one."""
+    faults = {"refuse_direct": 1}
+    with aio.Queue(path, backend=backend, faults=faults) as queue:
+        round_trip(queue)
+        assert not queue.direct
+    (text,) = warnings_of(caplog)
+    assert path in text
+    assert "EINVAL" in text
+
+
+def test_direct_required_and_transfer_refused(path, backend):
+    faults = {"refuse_direct": 1}
+    with (
+        aio.Queue(path, backend=backend, direct_io="required", faults=faults) as queue,
+        pytest.raises(TransferError, match="Invalid argument"),
+    ):
+        queue.write(page_aligned(4096), 0).wait()
+
+
+def test_tmpfs(mount, backend):
+    """Whether this kernel's tmpfs takes O_DIRECT or not."""
+    with aio.Queue(mount("tmpfs", "size=16m") / "swap", backend=backend, size=4 * MiB) as queue:
+        round_trip(queue)
+        queue.sync().wait()
+
+
+def test_buffered_fallback_keeps_the_page_cache_small(path, backend):
+    """Where direct I/O is refused, the cache does not grow to the size of the file; with "off" it may."""
+    if pages_in_cache_are_shared(path):
+        pytest.skip("this file system keeps its files in the page cache")
+    size = 16 * MiB
+    with aio.Queue(path, backend=backend, faults={"refuse_direct": 1}) as queue:
+        source = page_aligned(size)
+        source[:] = random_bytes(size, seed=1)
+        queue.write(source, 0).wait()
+        assert not queue.direct
+        queue.sync().wait()
+        assert pages_cached(path) < size // mmap.PAGESIZE // 20
+        queue.read(page_aligned(size), 0).wait()
+        assert pages_cached(path) < size // mmap.PAGESIZE // 20
+    with aio.Queue(path, backend=backend, direct_io="off") as queue:
+        queue.read(page_aligned(size), 0).wait()
+        assert pages_cached(path) == size // mmap.PAGESIZE
+
+
+def pages_in_cache_are_shared(path: str) -> bool:
+    Path(path).write_bytes(b"x" * mmap.PAGESIZE)
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    return pages_cached(path) > 0
+
+
+def test_file_opened_for_reading_only(path, backend, run_python):
+    """A checkpoint that may only be read can be read; a write to it says why not."""
+    Path(path).write_bytes(b"z" * 5000)
+    Path(path).chmod(0o444)
+    Path(path).parent.chmod(0o755)
+    script = """
+import os, sys
+from offload import aio
+from offload.errors import TransferError
+if os.getuid() == 0:
+    for folder in reversed([sys.argv[1], *map(str, __import__("pathlib").Path(sys.argv[1]).parents)][:-1]):
+        mode = os.stat(folder).st_mode
+        os.chmod(folder, mode | 0o555 if os.path.isdir(folder) else 0o444)
+    os.setresuid(65534, 65534, 65534)
+with aio.Queue(sys.argv[1], backend=sys.argv[2], create=False) as queue:
+    buffer = bytearray(5000)
+    queue.read(buffer, 0).wait()
+    assert buffer == b"z" * 5000
+    try:
+        queue.write(b"x", 0).wait()
+    except TransferError as error:
+        print(error)
+"""
+    result = run_python(script, path, backend)
+    assert result.returncode == 0, result.stderr
+    assert "open for reading only" in result.stdout
+
+
+NO_IO_URING = """
+import ctypes, logging, sys
+
+# A seccomp filter that answers one system call with an errno, as container profiles do.
+class Rule(ctypes.Structure):
+    _fields_ = [
+        ("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32)
+    ]
+
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_uint16), ("rules", ctypes.POINTER(Rule))]
+
+IO_URING_SETUP, LOAD, JUMP_EQUAL, RETURN = 425, 0x20, 0x15, 0x06
+ERRNO, ALLOW = 0x00050000, 0x7FFF0000
+rules = (Rule * 4)(
+    Rule(LOAD, 0, 0, 0), Rule(JUMP_EQUAL, 0, 1, IO_URING_SETUP),
+    Rule(RETURN, 0, 0, ERRNO | int(sys.argv[2])), Rule(RETURN, 0, 0, ALLOW),
+)
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(Program(4, rules)), 0, 0):
+    print("skip")
+    sys.exit()
+
+logging.basicConfig(stream=sys.stdout, format="%(name)s: %(message)s")
+from offload import aio
+from offload.errors import OffloadError
+
+assert aio.backends() == ["threads"], aio.backends()
+print(aio.probe()["io_uring"])
+for turn in range(2):
+    with aio.Queue(sys.argv[1]) as queue:
+        assert queue.backend == "threads"
+        queue.write(b"abc", 0).wait()
+        buffer = bytearray(3)
+        queue.read(buffer, 0).wait()
+        assert buffer == b"abc"
+try:
+    aio.Queue(sys.argv[1], backend="io_uring")
+except OffloadError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOMEM])
+def test_io_uring_refused(path, run_python, code):
+    """As under a container's seccomp profile: another backend, one line in the log that says why."""
+    result = run_python(NO_IO_URING, path, str(code))
+    assert result.returncode == 0, result.stderr
+    if result.stdout == "skip\n":
+        pytest.skip("no seccomp")
+    name = errno.errorcode[code]
+    assert result.stdout.count("offload.aio: ") == 1
+    assert f"offload.aio: I/O backend io_uring is refused: io_uring_setup: {name}" in result.stdout
+    assert f"refused: I/O backend 'io_uring' cannot be used: io_uring_setup: {name}" in result.stdout
+
+
+def test_without_the_extension(run_python):
+    """The import says what is missing and how to get it."""
+    script = """
+import sys
+sys.modules["offload._aio"] = None
+try:
+    from offload import aio
+except ImportError as error:
+    print(error)
+"""
+    result = run_python(script)
+    assert "pip install -e ." in result.stdout
