@@ -14,6 +14,7 @@ class DirectionDict(TypedDict):
     retried: int
     buffered: int
     failed: int
+    in_flight_max: int
     seconds_busy: float
     seconds_latency: float
     seconds_latency_max: float

@@ -116,6 +116,8 @@ class DirectionStats:
     """Of them: through the page cache."""
     failed: int
     """Tickets that ended with an error."""
+    in_flight_max: int
+    """Requests in flight at once, at most: whether the queue depth was ever reached."""
     seconds_busy: float
     """Time during which at least one request of this direction was in flight."""
     seconds_latency: float

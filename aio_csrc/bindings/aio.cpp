@@ -262,6 +262,7 @@ py::dict stats_of(PyQueue& self) {
     out["retried"] = stats.retried;
     out["buffered"] = stats.buffered;
     out["failed"] = stats.failed;
+    out["in_flight_max"] = stats.in_flight_max;
     out["seconds_busy"] = stats.seconds_busy;
     out["seconds_latency"] = stats.seconds_latency;
     out["seconds_latency_max"] = stats.seconds_latency_max;

@@ -14,6 +14,7 @@ void IoStats::begin(IoOp op, Clock::time_point now) {
   const std::lock_guard lock(mutex_);
   Direction& direction = directions_[static_cast<size_t>(op)];
   if (direction.in_flight++ == 0) direction.busy_since = now;
+  direction.sum.in_flight_max = std::max<uint64_t>(direction.sum.in_flight_max, direction.in_flight);
 }
 
 void IoStats::end(IoOp op, Clock::time_point begun, Clock::time_point now, bool buffered) {

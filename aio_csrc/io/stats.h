@@ -17,6 +17,7 @@ struct DirectionStats {
   uint64_t retried = 0;        // of them: refused (EINTR, EAGAIN), tried again
   uint64_t buffered = 0;       // of them: through the page cache
   uint64_t failed = 0;         // tickets that ended with an error
+  uint64_t in_flight_max = 0;  // requests at once, at most
   double seconds_busy = 0;     // time with at least one request in flight
   double seconds_latency = 0;  // sum over requests
   double seconds_latency_max = 0;

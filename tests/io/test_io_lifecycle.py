@@ -54,7 +54,7 @@ def test_close_completes_what_is_pending(path, backend):
 
 def test_close_with_cancel(path, backend):
     """What is in flight ends; what is pending ends with ECANCELED; a sync is no exception."""
-    faults = {"delay_at": 1, "delay_ms": 200}
+    faults = {"delay_at": 1, "delay_ms": 400}
     queue = aio.Queue(path, backend=backend, queue_depth=1, request_bytes=4096, faults=faults)
     whole, begun, pending = queue.write(b"a" * 10, 0), queue.write(bytes(1 * MiB), 8192), queue.sync()
     while queue.stats().write.seconds_busy == 0:  # the first one is in flight

@@ -60,6 +60,20 @@ def test_needed_overtakes_the_rest_of_a_large_prefetch(path, backend):
         assert completion_order({"large": large, "needed": needed}) == ["needed", "large"]
 
 
+def test_slots_are_filled_from_the_next_transfers(path, backend):
+    """Transfers of one request each keep as many in flight as one large transfer would."""
+    faults = {"delay_at": 1, "delay_ms": 200}
+    with aio.Queue(path, backend=backend, queue_depth=4, threads=4, faults=faults) as queue:
+        tickets = [queue.write(page_aligned(4096), i * 4096) for i in range(12)]
+        for ticket in tickets:
+            ticket.wait()
+        assert queue.stats().write.in_flight_max == 4
+    with aio.Queue(path, backend=backend, queue_depth=4, threads=4) as queue:
+        for i in range(12):
+            queue.read(page_aligned(4096), i * 4096).wait()
+        assert queue.stats().read.in_flight_max == 1
+
+
 def test_sync_waits_for_earlier_writes_only(path, backend):
     faults = {"delay_at": 1, "delay_ms": 200}
     with aio.Queue(path, backend=backend, queue_depth=1, request_bytes=4096, faults=faults) as queue:
@@ -99,18 +113,18 @@ def test_wait_lets_other_threads_run(path, backend):
 
 
 def test_wait_with_timeout(path, backend):
-    with aio.Queue(path, backend=backend, faults={"delay_ms": 300}) as queue:
+    with aio.Queue(path, backend=backend, faults={"delay_ms": 600}) as queue:
         ticket = queue.write(b"x", 7)
         begun = time.monotonic()
         with pytest.raises(TimeoutError, match="write of 1 bytes at offset 7"):
             ticket.wait(0.02)
         with pytest.raises(TimeoutError):
             ticket.wait(0)
-        assert time.monotonic() - begun < 0.25
+        assert time.monotonic() - begun < 0.5
         assert not ticket.done()
         ticket.wait(30)
         assert ticket.done()
-        assert ticket.seconds >= 0.29
+        assert ticket.seconds >= 0.6
 
 
 def test_dropped_ticket_keeps_its_buffer(path, backend):
