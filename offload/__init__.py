@@ -22,13 +22,33 @@ _HOME = {
     "aio": "aio",
     "kernels": "optim.kernels",
     "prepare": "api",
+    "init": "api",
+    "from_pretrained": "api",
+    "gather": "api",
+    "export": "checkpoint",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "OffloadConfig",
+    "OffloadError",
+    "PlanError",
+    "StoreError",
+    "TransferError",
+    "aio",
+    "export",
+    "from_pretrained",
+    "gather",
+    "init",
+    "kernels",
+    "prepare",
+]
 
 if TYPE_CHECKING:
     from . import aio
-    from .api import prepare
+    from .api import from_pretrained, gather, init, prepare
+    from .checkpoint import export
     from .config import OffloadConfig
     from .errors import CheckpointError, ConfigError, OffloadError, PlanError, StoreError, TransferError
     from .optim import kernels

@@ -5,20 +5,24 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import lifetime, metrics
+from . import construct, lifetime, metrics
+from .access import gathered
+from .checkpoint import StateDictHooks
 from .config import OffloadConfig
 from .config.training import Optimizer
-from .engine import OffloadEngine, Source
+from .engine import OffloadEngine
 from .errors import ConfigError
 from .hooks import ModuleHooks
 from .ledger import Ledger
+from .models.pretrained import build_meta_model, open_checkpoint
 from .optimizer import OffloadOptimizer
 from .partition import Partition
 from .plan import CHUNK_ELEMENTS_MAX, WEIGHT_ITEMSIZE, Home, MemoryPlan, Placement
@@ -54,18 +58,6 @@ def prepare(
     Raises:
         ConfigError, PlanError, StoreError: before anything has been changed or created.
     """
-    return prepare_from(model, config, params, source=lambda stored: stored.param, activation_bytes=activation_bytes)
-
-
-def prepare_from(
-    model: nn.Module,
-    config: ConfigLike,
-    params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
-    *,
-    source: Source,
-    activation_bytes: int = 0,
-) -> tuple[nn.Module, OffloadOptimizer]:
-    """As :func:`prepare`, with the initial values from ``source`` instead of from the parameters."""
     settings = OffloadConfig.from_any(config)
     refuse_unbuilt(settings)
     numbers = (settings.optimizer or Optimizer(type="AdamW")).settings()
@@ -74,30 +66,104 @@ def prepare_from(
         groups,
         {"lr": numbers.lr, "betas": numbers.betas, "eps": numbers.eps, "weight_decay": numbers.weight_decay},
     )
-    partition = Partition(model, optimizer.param_groups, settings.precision, activation_bytes=activation_bytes)
+    partition = Partition(
+        model, optimizer.param_groups, settings.precision, activation_bytes=activation_bytes
+    )
     plan = MemoryPlan.build(placement_of(settings), partition.inventory)
     ledger = Ledger()
     store = None
     if path := nvme_path_of(settings):
         store = SwapStore.open(path, plan, settings.aio, ledger)
-    engine = OffloadEngine(
-        partition,
-        plan,
-        groups=optimizer.param_groups,
-        adamw_mode=numbers.adamw_mode,
-        clip_norm=settings.gradient_clipping or 0.0,
-        store=store,
-        ledger=ledger,
-        source=source,
-    )
-    engine.on_close(ModuleHooks(model, engine).remove)
+    try:
+        engine = OffloadEngine(
+            partition,
+            plan,
+            groups=optimizer.param_groups,
+            adamw_mode=numbers.adamw_mode,
+            clip_norm=settings.gradient_clipping or 0.0,
+            store=store,
+            ledger=ledger,
+            source=lambda stored: construct.initial_value(stored.param),
+        )
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
     lifetime.register(engine)
     engine.on_close(functools.partial(lifetime.forget, engine))
+    construct.release(model)
+    engine.on_close(ModuleHooks(model, engine).remove)
+    engine.on_close(StateDictHooks(model, engine).remove)
     optimizer.bind(engine)
     for note in settings.notes:
         logger.info("%s", note)
     logger.info("%s", plan.report())
     return model, optimizer
+
+
+@contextmanager
+def init(config: ConfigLike) -> Iterator[None]:
+    """Builds a model that may be larger than memory: ``with offload.init(config): model = Model(...)``.
+
+    Where parameters are homed on nvme they go to the swap path while the model is being built, and at most
+    a quarter of `memory.host_bytes` of them stays in memory. Elsewhere the model is built as ever. Random
+    numbers are drawn exactly as without it. Call :func:`prepare` with the same configuration next.
+
+    Raises:
+        ConfigError, StoreError: before anything is built.
+    """
+    settings = OffloadConfig.from_any(config)
+    refuse_unbuilt(settings)
+    path = nvme_path_of(settings)
+    if path is None or settings.zero_optimization.offload_param.device != "nvme":
+        yield
+        return
+    live_bytes_max = placement_of(settings).host_bytes // 4
+    with construct.ConstructionPager(path, settings.aio, live_bytes_max=live_bytes_max):
+        yield
+
+
+def from_pretrained(path: str | Path, config: ConfigLike) -> nn.Module:
+    """A causal language model saved by transformers, whose weights are still on disk.
+
+    Nothing of its weights is in memory until :func:`prepare` streams them to their home, tensor by tensor.
+    Needs the extra ``hf``.
+
+    Args:
+        path: a directory with ``config.json`` and safetensors.
+
+    Raises:
+        ConfigError, CheckpointError: the directory holds no such model.
+    """
+    refuse_unbuilt(OffloadConfig.from_any(config))
+    checkpoint = open_checkpoint(path)
+    model = build_meta_model(path, dtype=torch.float32)
+    construct.fill_later(model, checkpoint.tensor)
+    return model
+
+
+@contextmanager
+def gather(params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bool = False) -> Iterator[None]:
+    """Full, ordinary tensors for parameters that may be absent; a parameter of no engine is left as it is.
+
+    Args:
+        params: one parameter, several, or all of a module. Together they must fit in memory.
+        modify: keep what is written to them. Elements that are not changed keep their exact master value.
+    """
+    if isinstance(params, nn.Parameter):
+        params = [params]
+    elif isinstance(params, nn.Module):
+        params = params.parameters()
+    by_engine: dict[OffloadEngine, list[nn.Parameter]] = {}
+    engines = [resource for resource in lifetime.opened() if isinstance(resource, OffloadEngine)]
+    for param in params:
+        for engine in engines:
+            if param in engine.partition.of_param:
+                by_engine.setdefault(engine, []).append(param)
+    with ExitStack() as stack:
+        for engine, members in by_engine.items():
+            stack.enter_context(gathered(engine, members, modify=modify))
+        yield
 
 
 def placement_of(config: OffloadConfig) -> Placement:
@@ -132,12 +198,7 @@ def placement_of(config: OffloadConfig) -> Placement:
 def nvme_path_of(config: OffloadConfig) -> str | None:
     """The one directory for swap files; None where nothing is homed on nvme."""
     zero = config.zero_optimization
-    paths = {
-        path.path
-        for block in (zero.offload_param, zero.offload_optimizer)
-        if block.device == "nvme"
-        for path in block.nvme_path
-    }
+    paths = [path.path for block in (zero.offload_param, zero.offload_optimizer) for path in block.nvme_paths]
     return next(iter(paths), None)
 
 
@@ -161,16 +222,17 @@ def refuse_unbuilt(config: OffloadConfig) -> None:
     for block in ("offload_param", "offload_optimizer"):
         if getattr(zero, block).device == "auto":
             refuse(f"zero_optimization.{block}.device", "'auto'", "choose none, cpu or nvme")
-    paths = {
-        path.path
-        for block in (zero.offload_param, zero.offload_optimizer)
-        if block.device == "nvme"
-        for path in block.nvme_path
-    }
+    paths = {path.path for block in (zero.offload_param, zero.offload_optimizer) for path in block.nvme_paths}
     if len(paths) > 1:
-        refuse("zero_optimization", "swapping to several paths", f"use one of {', '.join(sorted(paths))} for both")
+        refuse(
+            "zero_optimization",
+            "swapping to several paths",
+            f"use one of {', '.join(sorted(paths))} for both",
+        )
     if config.durability.generations == 2:
-        refuse("durability.generations", "a second generation", "use 1: the swap files do not outlive the run")
+        refuse(
+            "durability.generations", "a second generation", "use 1: the swap files do not outlive the run"
+        )
     if config.micro_batching == "per_unit":
         refuse("micro_batching", "'per_unit'", "use 'per_step'")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -186,7 +248,7 @@ def _home(device: str) -> Home:
 def _groups(
     model: nn.Module, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    """Parameter groups as dictionaries, without parameters that need no gradient, and without empty groups."""
+    """Parameter groups as dictionaries, without frozen parameters and without empty groups."""
     given: list[Any] = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
     if given and not isinstance(given[0], dict):
         given = [{"params": given}]
@@ -198,7 +260,7 @@ def _groups(
             groups.append({**group, "params": trained})
     if not groups:
         raise ConfigError(
-            "the model has no trainable parameter; set requires_grad on what should be trained, or use the model"
-            " without an engine"
+            "the model has no trainable parameter; set requires_grad on what should be trained, or use the"
+            " model without an engine"
         )
     return groups

@@ -145,7 +145,9 @@ class Residency:
         """Re-checks the sums: every slot is free or holds exactly one block."""
         held = [copy.slot for copy in self.copies if copy.slot is not None]
         if sorted([*held, *self._free]) != list(range(self._slot_count)):
-            raise AssertionError(f"slots held {sorted(held)}, free {sorted(self._free)} of {self._slot_count}")
+            raise AssertionError(
+                f"slots held {sorted(held)}, free {sorted(self._free)} of {self._slot_count}"
+            )
         for copy in self.copies:
             if (copy.slot is None) != (copy.state is BlockState.ABSENT):
                 raise AssertionError(f"block {copy.block}: {copy.state.name} with slot {copy.slot}")

@@ -29,7 +29,7 @@ _PATTERN: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([a-z]*)\s
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """``"8GiB"``, ``"1.5e9"``, ``4096`` -> bytes. ValueError for anything else, fractions of a byte included."""
+    """``"8GiB"``, ``"1.5e9"``, ``4096`` -> bytes. ValueError for anything else, half a byte included."""
     if isinstance(text, bool):
         raise ValueError(f"{text} is not a number of bytes")
     match = _PATTERN.fullmatch(str(text))
@@ -42,7 +42,7 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """Binary units, three digits: ``1.07 GiB``, ``512 B``. Never rounds a whole count of bytes below 1 KiB."""
+    """Binary units, three digits: ``1.07 GiB``, ``512 B``. Below 1 KiB nothing is rounded."""
     if abs(size) < KiB:
         return f"{size:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB"):

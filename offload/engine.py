@@ -30,8 +30,8 @@ from .gradients import PassingGradients, WaitingGradients
 from .ledger import Ledger
 from .optim import Adam, Segment, kernels
 from .partition import Partition, StoredParam
-from .pipeline import HostStates, NvmeStates, OptimizerPipeline, StateHome, UnitUpdate
-from .plan import MemoryPlan
+from .pipeline import HostStates, NvmeStates, OptimizerPipeline, StateHome, UnitUpdate, state_planes
+from .plan import Chunk, MemoryPlan
 from .schedule import Phase
 from .store import SwapStore
 from .tiers.host import HostTier
@@ -64,7 +64,7 @@ class OffloadEngine:
         """Brings all parameters home, unit by unit.
 
         Args:
-            groups: the optimizer's live `param_groups`; lr, betas, eps and weight_decay are read at each update.
+            groups: the optimizer's live `param_groups`; their numbers are read at each update.
             clip_norm: gradients are clipped to this global norm before the update; 0 is off.
             store: where planes homed on nvme go; the engine owns it from now on.
             source: initial values of a parameter; asked once for each, and may free them afterwards.
@@ -91,8 +91,8 @@ class OffloadEngine:
 
         self._optimizer = Adam(weight_format=plan.placement.precision, adamw_mode=adamw_mode)
         self.weights = self._make_weights()
-        states = self._make_states()
-        self.pipeline = OptimizerPipeline(self._optimizer, plan, states, self.weights, ledger)
+        self._states = self._make_states()
+        self.pipeline = OptimizerPipeline(self._optimizer, plan, self._states, self.weights, ledger)
         itemsize = plan.placement.grad_itemsize
         self._waiting: WaitingGradients | None = None
         self._passing: PassingGradients | None = None
@@ -104,7 +104,7 @@ class OffloadEngine:
                 partition, itemsize, plan.grad_slots, self._host, self._wait_for_gradient_slot
             )
             residuals = [self._passing.scratch()] * len(partition.units)
-        self._bring_home(source, residuals, states)
+        self._bring_home(source, residuals)
         ledger.start_steps()
         if store is not None:
             store.start_steps()
@@ -118,12 +118,16 @@ class OffloadEngine:
             return ResidentWeights(self.partition, planes)
         slot_bytes = max(unit.weight_bytes for unit in units)
         slots = self._host.allocate("weight slots", [slot_bytes] * self.plan.weight_slots)
-        return StreamedWeights(self.partition, self.plan, slots, self._need_store(), self.ledger, self._reclaim)
+        return StreamedWeights(
+            self.partition, self.plan, slots, self._need_store(), self.ledger, self._reclaim
+        )
 
     def _make_states(self) -> StateHome:
         plan = self.plan
         if plan.placement.state_home == "host":
-            return HostStates(self._host.allocate("optimizer state", [plan.chunk_bytes(c) for c in plan.chunks]))
+            return HostStates(
+                self._host.allocate("optimizer state", [plan.chunk_bytes(c) for c in plan.chunks])
+            )
         size = plan.chunk_elements * plan.placement.state_itemsize
         ring = self._host.allocate("optimizer state chunks", [size] * plan.chunk_slots)
         return NvmeStates(self._need_store(), ring)
@@ -133,7 +137,7 @@ class OffloadEngine:
             raise AssertionError("planes homed on nvme and no swap store")
         return self._store
 
-    def _bring_home(self, source: Source, residuals: list[torch.Tensor], states: StateHome) -> None:
+    def _bring_home(self, source: Source, residuals: list[torch.Tensor]) -> None:
         """Splits every parameter into weight and residual and sends both home.
 
         Args:
@@ -158,8 +162,8 @@ class OffloadEngine:
             if residual is not None:
                 for chunk in self.plan.chunks_of[unit]:
                     part = residual[chunk.begin : chunk.end].view(torch.uint8)
-                    if isinstance(states, HostStates):
-                        states.buffers[chunk.index][: part.numel()].copy_(part)
+                    if isinstance(self._states, HostStates):
+                        self._states.read(chunk)[: part.numel()].copy_(part)
                     else:
                         tickets.append(self._need_store().write_residual(chunk, part))
             for ticket in tickets:
@@ -222,7 +226,7 @@ class OffloadEngine:
         return True
 
     def before_backward(self, unit: int) -> None:
-        """The unit's weights are about to be needed in backward, and stay until its gradients are complete."""
+        """The unit's weights are needed in backward now, and stay until its gradients are complete."""
         with self._guard():
             hold = self._holds.pop(unit, None)
             if hold is None:
@@ -255,8 +259,8 @@ class OffloadEngine:
     def _take_passing(self, stored: StoredParam, passing: PassingGradients) -> None:
         if stored.unit in self._updated:
             raise OffloadError(
-                f"{stored.name} got a gradient after its unit was updated in this step: with update 'backward'"
-                " there may be one backward per step() and no second use in a recomputed part;"
+                f"{stored.name} got a gradient after its unit was updated in this step: update 'backward' allows"
+                " one backward per step() and no second use in a recomputed part;"
                 " set offload_optimizer.update to 'step'"
             )
         passing.take(stored)
@@ -268,7 +272,7 @@ class OffloadEngine:
         squares = _square_sums(plane, params, whole=passing.is_complete(unit))
         if not math.isfinite(math.fsum(squares)):
             raise OffloadError(
-                f"a gradient of {self.plan.inventory.units[unit].name} is not finite, and with update 'backward'"
+                f"a gradient of {self.plan.inventory.units[unit].name} is not finite; with update 'backward'"
                 " other units have been updated already: this step cannot be skipped;"
                 " restart from the last checkpoint, with offload_optimizer.update 'step'"
             )
@@ -440,6 +444,32 @@ class OffloadEngine:
         except TransferError as error:
             self._failure = error
             raise
+
+    # -- access between steps -----------------------------------------------------------------------------
+
+    def settle_updates(self) -> None:
+        """Waits until every update begun has been applied and stored."""
+        with self._guard():
+            self.pipeline.settle()
+
+    def lease_unannounced(self, unit: int) -> Hold:
+        """As :meth:`lease`, without the schedule learning from it."""
+        with self._guard():
+            return self.weights.lease_unannounced(unit)
+
+    def read_chunk(self, chunk: Chunk) -> torch.Tensor:
+        """The bytes of a chunk's state; where its home is host memory, the state itself."""
+        with self._guard():
+            return self._states.read(chunk)
+
+    def write_chunk(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Brings the changed bytes of a chunk's state home."""
+        with self._guard():
+            self._states.store(chunk, buffer).wait()
+
+    def state_planes(self, chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state planes in a chunk's bytes, by name."""
+        return state_planes(self._optimizer, chunk, buffer)
 
     # -- reports and the end ------------------------------------------------------------------------------
 

@@ -31,8 +31,17 @@ class AbsentGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "__repr__", "dim", "size", "numel", "stride", "is_floating_point", "is_complex"):
-            return super().__torch_function__(func, types, args, kwargs or {})
+        if name in (
+            "__get__",
+            "__repr__",
+            "dim",
+            "size",
+            "numel",
+            "stride",
+            "is_floating_point",
+            "is_complex",
+        ):
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise OffloadError(
             f"{name}() on a gradient that the update has already used: with offload_optimizer.update 'backward'"
             " gradients do not outlive backward; set update 'step', and clip with gradient_clipping or"

@@ -88,9 +88,7 @@ class ModuleHooks:
         self._units_of: dict[nn.Module, tuple[int, ...]] = {}
         self._run: set[nn.Module] = set()  # modules that have run in this forward
         for stored in engine.partition.trainable:
-            self._handles.append(
-                stored.param.register_post_accumulate_grad_hook(self._gradient_hook(stored))  # type: ignore[arg-type]
-            )
+            self._handles.append(stored.param.register_post_accumulate_grad_hook(self._gradient_hook(stored)))
         if engine.weights.streamed:
             self._units_of = _units_of_modules(model, engine)
             for module in self._units_of:

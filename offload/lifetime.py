@@ -44,6 +44,11 @@ def forget(resource: Closable) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def opened() -> list[Closable]:
+    """Everything that is open now, the first opened first."""
+    return list(_open.values())
+
+
 @atexit.register
 def close_all() -> None:
     """Closes everything that is still open, the last opened first. Does nothing in a forked child."""

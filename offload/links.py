@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from .aio import Queue
+from .aio import Buffer, Queue
 from .ledger import Ledger
 
 NEEDED_NOW = 0
@@ -39,6 +39,12 @@ class DoneTicket:
         return None
 
 
+def buffer_of(tensor: torch.Tensor) -> Buffer:
+    """The bytes of a contiguous CPU tensor, for the I/O core."""
+    view: Buffer = tensor.view(-1).view(torch.uint8).numpy()  # type: ignore[assignment]
+    return view
+
+
 class NvmeLinks:
     """`nvme_read` and `nvme_write` over one swap file."""
 
@@ -57,12 +63,12 @@ class NvmeLinks:
     ) -> Ticket:
         """Fills ``buffer`` (uint8) from the file; ``planes`` says which plane has how many of its bytes."""
         self._count("nvme_read", planes, buffer)
-        return self._queue.read(buffer.numpy(), offset, priority=priority)
+        return self._queue.read(buffer_of(buffer), offset, priority=priority)
 
     def write(self, buffer: torch.Tensor, offset: int, planes: Sequence[tuple[str, int]]) -> Ticket:
         """Writes ``buffer`` (uint8), which must not change until the ticket is done."""
         self._count("nvme_write", planes, buffer)
-        return self._queue.write(buffer.numpy(), offset, priority=WRITE_BACK)
+        return self._queue.write(buffer_of(buffer), offset, priority=WRITE_BACK)
 
     def update_seconds(self) -> None:
         """Brings the ledger's seconds up to date with what the queue has measured."""

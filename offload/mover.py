@@ -106,10 +106,14 @@ class Mover:
         self.use(unit)
         return Lease(self.residency.copies[unit])
 
-    def keep(self, unit: int) -> Lease:
-        """As :meth:`lease`, but a unit that is present anyway does not count as used again."""
+    def lease_unannounced(self, unit: int) -> Lease:
+        """A lease outside the trace: what is kept for an update in backward, or looked at between steps."""
         copy = self.residency.copies[unit]
-        return Lease(copy) if copy.readable else self.lease(unit)
+        if copy.state is BlockState.ABSENT:
+            self._fetch_anywhere(unit)
+        if copy.state is BlockState.LOADING:
+            self._finish(unit)
+        return Lease(copy)
 
     def plane(self, unit: int) -> torch.Tensor:
         """The slot of a present unit: its weight plane lies at the front."""
@@ -120,9 +124,7 @@ class Mover:
 
     def fetch_ahead(self) -> None:
         """Starts the fetches that the scheduler names; those for which no slot is free yet come later."""
-        moves = self.scheduler.next_moves(
-            evictable=self._droppable(), free_slots=self.residency.free_slots
-        )
+        moves = self.scheduler.next_moves(evictable=self._droppable(), free_slots=self.residency.free_slots)
         for move in moves:
             if move.evict is not None:
                 self._drop(move.evict)
@@ -159,11 +161,13 @@ class Mover:
         """Fetches a unit that is needed at once: as was decided where it was foreseen, else in any slot."""
         while self.scheduler.is_pending(unit) and self._reclaim():
             self.fetch_ahead()
-        copy = self.residency.copies[unit]
-        if copy.state is BlockState.ABSENT:
-            self._make_room()
-            self._fetch(unit, NEEDED_NOW)
-            self.scheduler.deviated(unit, self.residency.present)
+        if self.residency.copies[unit].state is BlockState.ABSENT:
+            self._fetch_anywhere(unit)
+
+    def _fetch_anywhere(self, unit: int) -> None:
+        self._make_room()
+        self._fetch(unit, NEEDED_NOW)
+        self.scheduler.deviated(unit, self.residency.present)
 
     def _fetch(self, unit: int, priority: int) -> None:
         copy = self.residency.begin(unit)

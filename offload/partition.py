@@ -41,6 +41,8 @@ class StoredParam:
     """Index of its group in the optimizer; -1 where it is not trained."""
     absent: torch.Tensor
     """What ``param.data`` is while the unit is absent. See Note [Absent parameters]."""
+    gathered: torch.Tensor | None = None
+    """The full value that user code works on inside `offload.gather`; it hides the slot."""
     step: int = 0
     """Updates this parameter has had (torch counts them per parameter)."""
 
@@ -120,7 +122,7 @@ class Partition:
                         dtype=self._compute_dtype(param),
                         stride=_dense_stride(param),
                         group=group_of.get(param, -1),
-                        absent=_absent_tensor(tuple(param.shape), self._compute_dtype(param)),
+                        absent=absent_tensor(tuple(param.shape), self._compute_dtype(param)),
                     )
                 )
             self.units.append(stored)
@@ -136,12 +138,12 @@ class Partition:
         for stored in self.units[unit]:
             if stored.placed.info.numel == 1:
                 _check_unwritten(stored)
-            stored.param.data = stored.view(plane)
+            stored.param.data = stored.view(plane) if stored.gathered is None else stored.gathered
 
     def detach(self, unit: int) -> None:
         """Makes the unit's parameters absent. See Note [Absent parameters]."""
         for stored in self.units[unit]:
-            stored.param.data = stored.absent
+            stored.param.data = stored.absent if stored.gathered is None else stored.gathered
 
     def is_absent(self, param: nn.Parameter) -> bool:
         """Whether reading this parameter gives the marker instead of its value."""
@@ -150,7 +152,9 @@ class Partition:
 
     def _describe(self, name: str, param: nn.Parameter, trainable: bool) -> ParamInfo:
         if not param.is_floating_point() and trainable:
-            raise ConfigError(f"{name}: a parameter of type {param.dtype} cannot be trained; leave it out of the groups")
+            raise ConfigError(
+                f"{name}: a parameter of type {param.dtype} cannot be trained; leave it out of the groups"
+            )
         if param.layout is not torch.strided:
             raise ConfigError(f"{name}: parameters of layout {param.layout} are not supported")
         return ParamInfo(name, tuple(param.shape), self._compute_dtype(param).itemsize, trainable)
@@ -190,7 +194,8 @@ def _marker(dtype: torch.dtype) -> float | int | bool:
     return False if dtype is torch.bool else torch.iinfo(dtype).min
 
 
-def _absent_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def absent_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What a parameter's ``data`` is while its bytes are elsewhere. See Note [Absent parameters]."""
     one = torch.full((1,), _marker(dtype), dtype=dtype)
     if 0 in shape:
         return one[:0].reshape(shape)

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from .ledger import Ledger
-from .links import NEEDED_NOW, DoneTicket, Ticket
+from .links import AHEAD, NEEDED_NOW, DoneTicket, Ticket
 from .optim import Segment, ShardOptimizer
 from .plan import Chunk, MemoryPlan
 from .store import SwapStore
@@ -36,6 +36,9 @@ class StateHome(Protocol):
     def release(self, buffer: torch.Tensor) -> None:
         """The buffer is not needed any more."""
 
+    def read(self, chunk: Chunk) -> torch.Tensor:
+        """The chunk's bytes, outside the ring: changes become true with :meth:`store`."""
+
 
 class HostStates:
     """State planes that stay in host memory."""
@@ -52,6 +55,9 @@ class HostStates:
     def release(self, buffer: torch.Tensor) -> None:
         return None
 
+    def read(self, chunk: Chunk) -> torch.Tensor:
+        return self.buffers[chunk.index]
+
 
 class NvmeStates:
     """State planes in the swap store, and the ring of buffers that they pass through."""
@@ -65,8 +71,8 @@ class NvmeStates:
             return None
         buffer = self._free.pop()
         try:
-            priority = {"priority": NEEDED_NOW} if needed_now else {}
-            return buffer, self._store.read_state(chunk, buffer, **priority)
+            priority = NEEDED_NOW if needed_now else AHEAD
+            return buffer, self._store.read_state(chunk, buffer, priority=priority)
         except BaseException:
             self._free.append(buffer)
             raise
@@ -76,6 +82,11 @@ class NvmeStates:
 
     def release(self, buffer: torch.Tensor) -> None:
         self._free.append(buffer)
+
+    def read(self, chunk: Chunk) -> torch.Tensor:
+        buffer = torch.empty(self._store.state_bytes(chunk), dtype=torch.uint8)
+        self._store.read_state(chunk, buffer, priority=NEEDED_NOW).wait()
+        return buffer
 
 
 class Weights(Protocol):
@@ -284,12 +295,8 @@ class OptimizerPipeline:
         self._begin(update, in_backward=False)
         itemsize = self._plan.inventory.weight_itemsize
         begin, end = chunk.begin * itemsize, chunk.end * itemsize
-        plane = self._weights.plane(update.unit)
-        planes = {"weight": plane[begin:end].view(self._optimizer.weight_dtype)}
-        at = 0
-        for spec in self._optimizer.state_specs(chunk.elements):
-            planes[spec.name] = buffer[at : at + spec.size_bytes].view(spec.dtype)
-            at += spec.size_bytes
+        weight = self._weights.plane(update.unit)[begin:end].view(self._optimizer.weight_dtype)
+        planes = {"weight": weight, **state_planes(self._optimizer, chunk, buffer)}
         self._optimizer.update(
             planes, _within(update.segments, chunk), update.grad[chunk.begin : chunk.end], update.grad_scale
         )
@@ -319,6 +326,15 @@ class OptimizerPipeline:
                 job.buffer = job.loading = None
                 return True
         return False
+
+
+def state_planes(optimizer: ShardOptimizer, chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The planes that lie side by side in a chunk's bytes, by name."""
+    planes, at = {}, 0
+    for spec in optimizer.state_specs(chunk.elements):
+        planes[spec.name] = buffer[at : at + spec.size_bytes].view(spec.dtype)
+        at += spec.size_bytes
+    return planes
 
 
 def _overlaps(segments: Sequence[Segment], chunk: Chunk) -> bool:

@@ -48,6 +48,9 @@ class ResidentWeights:
     def lease(self, unit: int) -> Hold:
         return NO_HOLD
 
+    def lease_unannounced(self, unit: int) -> Hold:
+        return NO_HOLD
+
     def plane(self, unit: int) -> torch.Tensor:
         return self._planes[unit]
 
@@ -75,7 +78,7 @@ class ResidentWeights:
 
     def close(self) -> None:
         """The parameters keep their planes: after the engine is closed they are ordinary tensors."""
-        return None
+        return
 
 
 class StreamedWeights:
@@ -125,6 +128,9 @@ class StreamedWeights:
     def lease(self, unit: int) -> Hold:
         return self.mover.lease(unit)
 
+    def lease_unannounced(self, unit: int) -> Hold:
+        return self.mover.lease_unannounced(unit)
+
     def plane(self, unit: int) -> torch.Tensor:
         return self.mover.plane(unit)
 
@@ -137,7 +143,7 @@ class StreamedWeights:
             self._partition.detach(unit)
 
     def begin_update(self, unit: int, *, in_backward: bool) -> None:
-        self._updating[unit] = self.mover.keep(unit) if in_backward else self.mover.lease(unit)
+        self._updating[unit] = self.mover.lease_unannounced(unit) if in_backward else self.mover.lease(unit)
         self.mover.residency.copies[unit].advance(BlockState.DIRTY)
 
     def store(self, unit: int, begin: int, end: int) -> Ticket:

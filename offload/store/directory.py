@@ -88,7 +88,9 @@ class SwapDirectory:
         if self._lock_fd >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             if self.path.exists():
-                logger.warning("could not remove %s; the next run with this nvme_path will try again", self.path)
+                logger.warning(
+                    "could not remove %s; the next run with this nvme_path will try again", self.path
+                )
             os.close(self._lock_fd)
             self._lock_fd = -1
         for made in self._made_root:
@@ -111,7 +113,9 @@ def _usable_root(root: Path) -> list[Path]:
             made = [root]
         else:
             raise StoreError(
-                2, f"nvme_path does not exist and neither does {root.parent}; make it, or mount the drive", str(root)
+                2,
+                f"nvme_path does not exist and neither does {root.parent}; make it, or mount the drive",
+                str(root),
             )
         if not os.access(root, os.W_OK | os.X_OK):
             raise StoreError(13, "nvme_path is not writable by this user", str(root))

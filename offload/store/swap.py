@@ -69,7 +69,9 @@ class SwapStore:
     def read_weight(self, unit: int, slot: torch.Tensor, *, priority: int = AHEAD) -> Ticket:
         """Fills the front of a slot (uint8) with the unit's weight plane."""
         extent = self._layout.weights[unit]
-        return self._links.read(slot[: extent.size], extent.offset, [("weight", extent.size)], priority=priority)
+        return self._links.read(
+            slot[: extent.size], extent.offset, [("weight", extent.size)], priority=priority
+        )
 
     def write_weight(self, unit: int, slot: torch.Tensor, begin: int, end: int) -> Ticket:
         """Writes bytes [begin, end) of the unit's weight plane, which lies at the front of ``slot``."""
@@ -77,6 +79,10 @@ class SwapStore:
         return self._links.write(slot[begin:end], part.offset, [("weight", part.size)])
 
     # -- state of chunks ----------------------------------------------------------------------------------
+
+    def state_bytes(self, chunk: Chunk) -> int:
+        """Bytes of the chunk's planes together."""
+        return self._layout.states[chunk.index].size
 
     def read_state(self, chunk: Chunk, buffer: torch.Tensor, *, priority: int = AHEAD) -> Ticket:
         """Fills the front of ``buffer`` with the chunk's planes. Moments never written are zeros, unread."""
@@ -103,9 +109,7 @@ class SwapStore:
         return self._links.write(residual, part.offset, [("residual", part.size)])
 
     def _planes(self, chunk: Chunk) -> list[tuple[str, int]]:
-        return [
-            (plane.name, chunk.elements * plane.itemsize) for plane in self._plan.placement.state_planes
-        ]
+        return [(plane.name, chunk.elements * plane.itemsize) for plane in self._plan.placement.state_planes]
 
     # -- end ----------------------------------------------------------------------------------------------
 

@@ -45,6 +45,8 @@ class HostTier:
                 pass  # a kernel built without transparent huge pages: only speed is lost
         self.allocated[purpose] += sum(sizes)
         return [
-            torch.from_numpy(np.frombuffer(slab, np.uint8, size, offset)) if size else torch.empty(0, dtype=torch.uint8)
+            torch.from_numpy(np.frombuffer(slab, np.uint8, size, offset))
+            if size
+            else torch.empty(0, dtype=torch.uint8)
             for size, offset in zip(sizes, offsets, strict=True)
         ]

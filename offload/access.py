@@ -1,0 +1,154 @@
+"""Reading and writing parameters and their state wherever they are, between steps.
+
+Everything here waits for what is in flight first, so a value read is that after the last step, and a value
+written is what the next step starts from. One unit, or one chunk, is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from .bytesize import align_up
+from .engine import OffloadEngine
+from .errors import OffloadError
+from .inventory import PAGE_BYTES
+from .optim import kernels
+from .partition import StoredParam
+from .plan import Chunk
+
+
+def stored_of(engine: OffloadEngine, param: nn.Parameter) -> StoredParam:
+    """What the engine knows of a parameter. OffloadError where it is not the engine's."""
+    stored = engine.partition.of_param.get(param)
+    if stored is None:
+        raise OffloadError(
+            f"a parameter of shape {tuple(param.shape)} does not belong to this engine's model"
+        )
+    return stored
+
+
+def read_weight(engine: OffloadEngine, stored: StoredParam) -> torch.Tensor:
+    """A copy of the weight in its compute type."""
+    engine.settle_updates()
+    hold = engine.lease_unannounced(stored.unit)
+    try:
+        return stored.view(engine.weights.plane(stored.unit)).clone()
+    finally:
+        hold.close()
+
+
+def read_master(engine: OffloadEngine, stored: StoredParam) -> torch.Tensor:
+    """A copy of the exact fp32 value that is trained; of a frozen parameter, its weight as fp32."""
+    weight = read_weight(engine, stored)
+    if not stored.trainable or stored.dtype is torch.float32:
+        return weight.float() if weight.is_floating_point() else weight
+    master = torch.empty(stored.placed.info.numel, dtype=torch.float32)
+    residual = ChunkAccess(engine).read(stored, "residual")
+    kernels.join_master(weight.as_strided((weight.numel(),), (1,)), residual, master)
+    return master.as_strided(stored.placed.info.shape, stored.stride)
+
+
+def write_weight(engine: OffloadEngine, stored: StoredParam, value: torch.Tensor) -> None:
+    """Writes a parameter. Elements that do not change keep their exact master value.
+
+    Args:
+        value: of the parameter's shape, in its compute type, or in fp32 for a new exact master.
+    """
+    if value.shape != stored.placed.info.shape:
+        raise OffloadError(f"{stored.name} has shape {stored.placed.info.shape}, not {tuple(value.shape)}")
+    engine.settle_updates()
+    unit = stored.unit
+    engine.weights.begin_update(unit, in_backward=True)
+    try:
+        plane = engine.weights.plane(unit)
+        numel = stored.placed.info.numel
+        begin, end = stored.placed.offset, stored.placed.offset + stored.placed.info.nbytes
+        has_residual = stored.trainable and stored.dtype is torch.bfloat16
+        if has_residual and numel:
+            access = ChunkAccess(engine)
+            residual = access.read(stored, "residual")
+            if value.dtype is stored.dtype:
+                fresh = torch.empty(numel, dtype=stored.dtype)
+                fresh.as_strided(value.shape, stored.stride).copy_(value)
+                kernels.assign_weight(plane[begin:end].view(stored.dtype), residual, fresh)
+            else:
+                whole = torch.empty(stored.placed.end, dtype=torch.int16)
+                stored.write(plane, whole, value)
+                residual = whole[stored.placed.begin :]
+            access.write(stored, {"residual": residual})
+        else:
+            stored.view(plane).copy_(value)
+        first = begin // PAGE_BYTES * PAGE_BYTES
+        engine.weights.store(unit, first, align_up(end, PAGE_BYTES)).wait()
+    finally:
+        engine.weights.end_update(unit)
+
+
+class ChunkAccess:
+    """State planes of single parameters, read and written through the chunks that hold them."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        engine.settle_updates()
+        self._engine = engine
+        self._chunk: Chunk | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, stored: StoredParam, plane: str) -> torch.Tensor:
+        """A copy of the parameter's elements in a state plane, flat."""
+        pieces = [self._plane(chunk, plane)[begin:end].clone() for chunk, begin, end in self._pieces(stored)]
+        return torch.cat(pieces) if pieces else torch.empty(0)
+
+    def write(self, stored: StoredParam, planes: dict[str, torch.Tensor]) -> None:
+        """Writes flat values into the parameter's elements of the named planes."""
+        self._engine.pipeline.cancel_announced()
+        done = 0
+        for chunk, begin, end in self._pieces(stored):
+            for name, values in planes.items():
+                self._plane(chunk, name)[begin:end].copy_(values[done : done + end - begin])
+            self._engine.write_chunk(chunk, self._buffer)
+            done += end - begin
+
+    def _pieces(self, stored: StoredParam) -> Iterator[tuple[Chunk, int, int]]:
+        """Chunks that hold elements of the parameter, and which of the chunk's elements those are."""
+        for chunk in self._engine.plan.chunks_of[stored.unit]:
+            begin, end = max(stored.placed.begin, chunk.begin), min(stored.placed.end, chunk.end)
+            if begin < end:
+                yield chunk, begin - chunk.begin, end - chunk.begin
+
+    def _plane(self, chunk: Chunk, name: str) -> torch.Tensor:
+        if chunk is not self._chunk:
+            self._buffer = self._engine.read_chunk(chunk)
+            self._chunk = chunk
+        planes = self._engine.state_planes(chunk, self._buffer)
+        return planes[name]
+
+
+@contextmanager
+def gathered(engine: OffloadEngine, params: Sequence[nn.Parameter], *, modify: bool) -> Iterator[None]:
+    """Gives parameters their full values as ordinary tensors; keeps what was written to them if ``modify``.
+
+    The memory for them is taken outside the plan. See :func:`offload.gather`.
+    """
+    stored_params = list(dict.fromkeys(stored_of(engine, param) for param in params))
+    for stored in stored_params:
+        if stored.gathered is not None:
+            raise OffloadError(f"{stored.name} is gathered already")
+    values: dict[StoredParam, torch.Tensor] = {}
+    try:
+        for stored in stored_params:
+            values[stored] = read_weight(engine, stored)
+            stored.gathered = values[stored]
+            stored.param.data = values[stored]
+        yield
+        if modify:
+            for stored in stored_params:
+                write_weight(engine, stored, stored.param.data)
+    finally:
+        for stored in values:
+            stored.gathered = None
+        for unit in {stored.unit for stored in values}:
+            engine.weights.refresh(unit)

@@ -1,0 +1,121 @@
+"""Values in and out of a live engine by name: `state_dict`, `load_state_dict`, export."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .access import ChunkAccess, gathered, read_master, read_weight
+from .engine import OffloadEngine
+from .models.pretrained import TensorSpec, write_checkpoint
+from .partition import StoredParam
+
+
+class StateDictHooks:
+    """Makes ``state_dict()`` of the model, and of every module in it, give full tensors wherever they are.
+
+    ``load_state_dict()`` writes to where they are. Both hold what torch holds: ``state_dict()`` of the whole
+    model is the whole model in memory; export streams.
+    """
+
+    def __init__(self, model: nn.Module, engine: OffloadEngine) -> None:
+        self._engine = engine
+        self._gathered: dict[nn.Module, ExitStack] = {}
+        self._handles: list[RemovableHandle] = []
+        for module in model.modules():
+            if any(
+                param in engine.partition.of_param
+                for param in module._parameters.values()
+                if param is not None
+            ):
+                self._handles += [
+                    module.register_state_dict_post_hook(functools.partial(self._fill)),
+                    module.register_load_state_dict_pre_hook(self._before_load),
+                    module.register_load_state_dict_post_hook(self._after_load),
+                ]
+
+    def remove(self) -> None:
+        """Takes the hooks off. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for name, param in _params(module):
+            stored = self._engine.partition.of_param.get(param)
+            if stored is not None and prefix + name in state:
+                state[prefix + name] = read_weight(self._engine, stored)
+
+    def _before_load(self, module: nn.Module, *_args: Any) -> None:
+        stack = ExitStack()
+        own = [param for _, param in _params(module) if param in self._engine.partition.of_param]
+        stack.enter_context(gathered(self._engine, own, modify=True))
+        self._gathered[module] = stack
+
+    def _after_load(self, module: nn.Module, _incompatible: Any) -> None:
+        self._gathered.pop(module).close()
+
+
+def optimizer_state(engine: OffloadEngine) -> Iterator[tuple[StoredParam, dict[str, torch.Tensor]]]:
+    """Per trained parameter: ``step``, both moments, and of bf16 weights the exact fp32 ``master``."""
+    for stored in engine.partition.trainable:
+        access = ChunkAccess(engine)
+        state = {"step": torch.tensor(float(stored.step))}
+        for plane in ("exp_avg", "exp_avg_sq"):
+            state[plane] = access.read(stored, plane).as_strided(stored.placed.info.shape, stored.stride)
+        if stored.dtype is not torch.float32:
+            state["master"] = read_master(engine, stored)
+        yield stored, state
+
+
+def export(
+    engine: OffloadEngine,
+    out_dir: str | Path,
+    *,
+    config: dict[str, Any],
+    buffers: Iterable[tuple[str, torch.Tensor]] = (),
+    dtype: torch.dtype | None = None,
+    tokenizer_files: Path | None = None,
+) -> None:
+    """Writes the weights as safetensors that ``transformers`` opens, one tensor in memory at a time.
+
+    Args:
+        config: the model's ``config.json``.
+        buffers: persistent buffers to write beside the parameters.
+        dtype: of floating-point weights; their compute type where it is None. fp32 is the exact master.
+        tokenizer_files: a directory whose tokenizer files are copied.
+
+    Raises:
+        OffloadError: the directory cannot be written; nothing half-done is left.
+    """
+    params = {stored.name: stored for unit in engine.partition.units for stored in unit}
+    extra = dict(buffers)
+
+    def dtype_of(stored: StoredParam) -> torch.dtype:
+        return dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
+
+    specs = [
+        TensorSpec(name, stored.placed.info.shape, str(dtype_of(stored))) for name, stored in params.items()
+    ]
+    specs += [TensorSpec(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in extra.items()]
+
+    def fetch(name: str) -> torch.Tensor:
+        if name in extra:
+            return extra[name]
+        stored = params[name]
+        wanted = dtype_of(stored)
+        value = read_master(engine, stored) if wanted is torch.float32 else read_weight(engine, stored)
+        return value.to(wanted).contiguous()
+
+    write_checkpoint(Path(out_dir), specs, fetch, config, tokenizer_files=tokenizer_files)
+
+
+def _params(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, param) for name, param in module._parameters.items() if param is not None]
