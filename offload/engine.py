@@ -259,8 +259,8 @@ class OffloadEngine:
     def _take_passing(self, stored: StoredParam, passing: PassingGradients) -> None:
         if stored.unit in self._updated:
             raise OffloadError(
-                f"{stored.name} got a gradient after its unit was updated in this step: update 'backward' allows"
-                " one backward per step() and no second use in a recomputed part;"
+                f"{stored.name} got a gradient after its unit was updated in this step: update 'backward'"
+                " allows one backward per step() and no second use in a recomputed part;"
                 " set offload_optimizer.update to 'step'"
             )
         passing.take(stored)
@@ -352,8 +352,8 @@ class OffloadEngine:
         """Scales all gradients so that their global norm is at most ``max_norm``; returns the norm before."""
         if self._waiting is None:
             raise OffloadError(
-                "gradients do not wait for step() with update 'backward': they cannot be clipped by their global"
-                " norm; set offload_optimizer.update to 'step'"
+                "gradients do not wait for step() with update 'backward': they cannot be clipped by their"
+                " global norm; set offload_optimizer.update to 'step'"
             )
         present = [self._waiting.present(unit) for unit in range(len(self.partition.units))]
         norm = self._norm(present)
@@ -426,8 +426,8 @@ class OffloadEngine:
             return
         waiting = [unit for unit in self._passing.units if unit not in self._updated]
         raise OffloadError(
-            f"all {self.plan.grad_slots} gradient slots wait for units that are not complete ({waiting}): units are"
-            " shared or used several times; set offload_optimizer.update to 'step', or raise memory.host_bytes"
+            f"all {self.plan.grad_slots} gradient slots wait for units that are not complete ({waiting}):"
+            " units are shared or used several times; set offload_optimizer.update to 'step'"
         )
 
     @contextmanager

@@ -7,12 +7,15 @@ A read that somebody waits for overtakes reads ahead of use, and both overtake w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from .aio import Buffer, Queue
+from .aio import Queue
 from .ledger import Ledger
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 NEEDED_NOW = 0
 AHEAD = 1
