@@ -26,6 +26,8 @@ _HOME = {
     "from_pretrained": "api",
     "gather": "api",
     "export": "checkpoint",
+    "optimizer_state": "checkpoint",
+    "read_master": "access",
 }
 
 __all__ = [
@@ -38,6 +40,8 @@ __all__ = [
     "TransferError",
     "aio",
     "export",
+    "optimizer_state",
+    "read_master",
     "from_pretrained",
     "gather",
     "init",
@@ -48,7 +52,8 @@ __all__ = [
 if TYPE_CHECKING:
     from . import aio
     from .api import from_pretrained, gather, init, prepare
-    from .checkpoint import export
+    from .access import read_master
+    from .checkpoint import export, optimizer_state
     from .config import OffloadConfig
     from .errors import CheckpointError, ConfigError, OffloadError, PlanError, StoreError, TransferError
     from .optim import kernels

@@ -22,6 +22,7 @@ from .engine import OffloadEngine
 from .errors import ConfigError
 from .hooks import ModuleHooks
 from .ledger import Ledger
+from .matmul import WideLinears, bf16_is_native
 from .models.pretrained import build_meta_model, open_checkpoint
 from .optimizer import OffloadOptimizer
 from .partition import Partition
@@ -94,6 +95,8 @@ def prepare(
     construct.release(model)
     engine.on_close(ModuleHooks(model, engine).remove)
     engine.on_close(StateDictHooks(model, engine).remove)
+    if settings.precision == "bf16" and not bf16_is_native():
+        engine.on_close(WideLinears(model).remove)
     optimizer.bind(engine)
     for note in settings.notes:
         logger.info("%s", note)
