@@ -101,7 +101,7 @@ def test_equal_to_plain_pytorch(loop):
         for name, value in plain.masters.items():
             torch.testing.assert_close(outcome.masters[name], value, rtol=1e-5, atol=1e-7, msg=name)
     else:  # the weights that are computed with are rounded half up, torch's half to even
-        torch.testing.assert_close(outcome.losses, plain.losses, rtol=0, atol=1e-3)
+        torch.testing.assert_close(outcome.losses, plain.losses, rtol=1e-3, atol=0)
         if not training.clip_loop:
             torch.testing.assert_close(outcome.norms, plain.norms, rtol=1e-2, atol=0)
 
@@ -111,4 +111,4 @@ def test_twenty_steps(swap_path):
     training = Training(precision="bf16", steps=20, accumulation=2, clip_config=1.0, groups=True, tied=True)
     outcome = train_offloaded(training, Placement("nvme", "nvme"), swap_path)
     outcome.assert_same_bits(in_memory(training))
-    torch.testing.assert_close(outcome.losses, train_plain(training).losses, rtol=0, atol=1e-3)
+    torch.testing.assert_close(outcome.losses, train_plain(training).losses, rtol=1e-3, atol=0)
