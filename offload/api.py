@@ -62,6 +62,7 @@ def prepare(
     settings = OffloadConfig.from_any(config)
     refuse_unbuilt(settings)
     numbers = (settings.optimizer or Optimizer(type="AdamW")).settings()
+    construct.make_ordinary(model)
     groups = _groups(model, params)
     optimizer = OffloadOptimizer(
         groups,
@@ -92,7 +93,7 @@ def prepare(
         raise
     lifetime.register(engine)
     engine.on_close(functools.partial(lifetime.forget, engine))
-    construct.release(model)
+    construct.forget_sources(model)
     engine.on_close(ModuleHooks(model, engine).remove)
     engine.on_close(StateDictHooks(model, engine).remove)
     if settings.precision == "bf16" and not bf16_is_native():
