@@ -298,10 +298,11 @@ class TrainingEngine:
         finally:
             self._in_no_sync = False
 
-    def zero_grad(self, *, discard: bool = False) -> None:
+    def zero_grad(self, set_to_none: bool = True, *, discard: bool = False) -> None:
         """Clears the gradients; ``step()`` does so already.
 
         Args:
+            set_to_none: as in torch.
             discard: give up the micro-batches of an unfinished window, which is refused otherwise.
         """
         if self._pending and self._sizes.accumulation > 1 and not discard:
@@ -309,7 +310,7 @@ class TrainingEngine:
                 f"zero_grad() would lose {self._pending} of {self._sizes.accumulation} micro-batches that"
                 " wait for step(); leave it out, since step() clears the gradients, or say discard=True"
             )
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none)
         self._pending = self._seen = self._forwards = 0
 
     # -- what has happened --------------------------------------------------------------------------------
