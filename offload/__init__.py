@@ -22,6 +22,7 @@ _HOME = {
     "aio": "aio",
     "kernels": "optim.kernels",
     "prepare": "api",
+    "initialize": "integrations.deepspeed",
     "init": "api",
     "from_pretrained": "api",
     "gather": "api",
@@ -45,6 +46,7 @@ __all__ = [
     "from_pretrained",
     "gather",
     "init",
+    "initialize",
     "kernels",
     "prepare",
 ]
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from .checkpoint import export, optimizer_state
     from .config import OffloadConfig
     from .errors import CheckpointError, ConfigError, OffloadError, PlanError, StoreError, TransferError
+    from .integrations.deepspeed import initialize
     from .optim import kernels
 
 
