@@ -63,6 +63,9 @@ def prepare(
     refuse_unbuilt(settings)
     numbers = (settings.optimizer or Optimizer(type="AdamW")).settings()
     construct.make_ordinary(model)
+    for engine in open_engines():
+        if any(param in engine.partition.of_param for param in model.parameters()):
+            raise ConfigError("the model, or a part of it, is prepared already; close its engine first")
     groups = _groups(model, params)
     optimizer = OffloadOptimizer(
         groups,
@@ -159,15 +162,19 @@ def gather(params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bo
     elif isinstance(params, nn.Module):
         params = params.parameters()
     by_engine: dict[OffloadEngine, list[nn.Parameter]] = {}
-    engines = [resource for resource in lifetime.opened() if isinstance(resource, OffloadEngine)]
     for param in params:
-        for engine in engines:
+        for engine in open_engines():
             if param in engine.partition.of_param:
                 by_engine.setdefault(engine, []).append(param)
     with ExitStack() as stack:
         for engine, members in by_engine.items():
             stack.enter_context(gathered(engine, members, modify=modify))
         yield
+
+
+def open_engines() -> list[OffloadEngine]:
+    """The engines of this process that have not been closed."""
+    return [resource for resource in lifetime.opened() if isinstance(resource, OffloadEngine)]
 
 
 def placement_of(config: OffloadConfig) -> Placement:

@@ -99,9 +99,7 @@ def optimizer_state(engine: OffloadEngine) -> Iterator[tuple[StoredParam, dict[s
         yield stored, state
 
 
-def load_optimizer_state(
-    engine: OffloadEngine, stored: StoredParam, state: dict[str, torch.Tensor]
-) -> None:
+def load_optimizer_state(engine: OffloadEngine, stored: StoredParam, state: dict[str, torch.Tensor]) -> None:
     """Writes what :func:`optimizer_state` gave, or torch's Adam gives: then the weights are the master."""
     check_optimizer_state(stored, state)
     flat = {plane: _flat(stored, state[plane]) for plane in MOMENTS}

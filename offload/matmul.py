@@ -53,7 +53,9 @@ class _WideLinear(torch.autograd.Function):
         grad_NO = grads[0].reshape(-1, weight.shape[0])
         x_NI = x.reshape(-1, x.shape[-1]).float() if needs_weight else None
         grad_x = torch.zeros(grad_NO.shape[0], weight.shape[1]) if needs_x else None
-        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+        grad_weight = (
+            torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+        )
         for rows in _pieces(weight):
             grad = grad_NO[:, rows].float()
             if grad_x is not None:
@@ -74,7 +76,11 @@ def _pieces(weight: torch.Tensor) -> Iterator[slice]:
 
 
 def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    if x.dtype is not torch.bfloat16 or module.weight.dtype is not torch.bfloat16 or torch.is_autocast_enabled("cpu"):
+    if (
+        x.dtype is not torch.bfloat16
+        or module.weight.dtype is not torch.bfloat16
+        or torch.is_autocast_enabled("cpu")
+    ):
         return nn.functional.linear(x, module.weight, module.bias)
     result: torch.Tensor = _WideLinear.apply(x, module.weight, module.bias)
     return result
@@ -92,7 +98,8 @@ class WideLinears:
                 self._changed.append(module)
         if self._changed:
             logger.info(
-                "this CPU has no bf16 matrix instructions: %d linear layers multiply in fp32", len(self._changed)
+                "this CPU has no bf16 matrix instructions: %d linear layers multiply in fp32",
+                len(self._changed),
             )
 
     def remove(self) -> None:

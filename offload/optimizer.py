@@ -64,9 +64,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         packed = super().state_dict()
         index_of = self._indices()
-        packed["state"] = {
-            index_of[stored.param]: state for stored, state in optimizer_state(self.engine)
-        }
+        packed["state"] = {index_of[stored.param]: state for stored, state in optimizer_state(self.engine)}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -78,7 +76,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         groups = state_dict["param_groups"]
         sizes, own_sizes = ([len(g["params"]) for g in gs] for gs in (groups, self.param_groups))
         if sizes != own_sizes:
-            raise CheckpointError(f"the state has groups of {sizes} parameters, this optimizer of {own_sizes}")
+            raise CheckpointError(
+                f"the state has groups of {sizes} parameters, this optimizer of {own_sizes}"
+            )
         index_of = self._indices()
         states = {
             stored: state_dict["state"][index_of[stored.param]]
