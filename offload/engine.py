@@ -27,23 +27,22 @@ import torch
 
 from .errors import OffloadError, TransferError
 from .gradients import PassingGradients, WaitingGradients
+from .homes import Source, bring_home, make_states, make_weights
 from .ledger import Ledger
 from .optim import Adam, Segment, kernels
 from .partition import Partition, StoredParam
-from .pipeline import HostStates, NvmeStates, OptimizerPipeline, StateHome, UnitUpdate, state_planes
+from .pipeline import OptimizerPipeline, UnitUpdate, state_planes
 from .plan import Chunk, MemoryPlan
 from .schedule import Phase
 from .store import SwapStore
 from .tiers.host import HostTier
-from .weights import Hold, ResidentWeights, StreamedWeights
+from .weights import Hold, StreamedWeights
 
 logger = logging.getLogger("offload")
 
 BACKWARD_HOLDS_MAX = 2
 """Units kept for their backward at once: the one being differentiated, and the one before it, whose last
 gradients may still be on their way."""
-
-Source = Callable[[StoredParam], torch.Tensor]
 
 
 class OffloadEngine:
@@ -90,87 +89,24 @@ class OffloadEngine:
         self._squares: list[float] = []
 
         self._optimizer = Adam(weight_format=plan.placement.precision, adamw_mode=adamw_mode)
-        self.weights = self._make_weights()
-        self._states = self._make_states()
+        self.weights = make_weights(partition, plan, self._host, store, ledger, self._reclaim)
+        self._states = make_states(plan, self._host, store)
         self.pipeline = OptimizerPipeline(self._optimizer, plan, self._states, self.weights, ledger)
         itemsize = plan.placement.grad_itemsize
         self._waiting: WaitingGradients | None = None
         self._passing: PassingGradients | None = None
         if plan.placement.update == "step":
             self._waiting = WaitingGradients(partition, itemsize, self._host)
-            residuals = [plane.view(torch.uint8) for plane in self._waiting.planes]
+            scratch = [plane.view(torch.uint8) for plane in self._waiting.planes]
         else:
             self._passing = PassingGradients(
                 partition, itemsize, plan.grad_slots, self._host, self._wait_for_gradient_slot
             )
-            residuals = [self._passing.scratch()] * len(partition.units)
-        self._bring_home(source, residuals)
+            scratch = [self._passing.scratch()] * len(partition.units)
+        bring_home(partition, plan, self.weights, self._states, store, scratch, source)
         ledger.start_steps()
         if store is not None:
             store.start_steps()
-
-    # -- set-up -------------------------------------------------------------------------------------------
-
-    def _make_weights(self) -> ResidentWeights | StreamedWeights:
-        units = self.plan.inventory.units
-        if self.plan.placement.param_home == "host":
-            planes = self._host.allocate("weights", [unit.weight_bytes for unit in units])
-            return ResidentWeights(self.partition, planes)
-        slot_bytes = max(unit.weight_bytes for unit in units)
-        slots = self._host.allocate("weight slots", [slot_bytes] * self.plan.weight_slots)
-        return StreamedWeights(
-            self.partition, self.plan, slots, self._need_store(), self.ledger, self._reclaim
-        )
-
-    def _make_states(self) -> StateHome:
-        plan = self.plan
-        if plan.placement.state_home == "host":
-            return HostStates(
-                self._host.allocate("optimizer state", [plan.chunk_bytes(c) for c in plan.chunks])
-            )
-        size = plan.chunk_elements * plan.placement.state_itemsize
-        ring = self._host.allocate("optimizer state chunks", [size] * plan.chunk_slots)
-        return NvmeStates(self._need_store(), ring)
-
-    def _need_store(self) -> SwapStore:
-        if self._store is None:
-            raise AssertionError("planes homed on nvme and no swap store")
-        return self._store
-
-    def _bring_home(self, source: Source, residuals: list[torch.Tensor]) -> None:
-        """Splits every parameter into weight and residual and sends both home.
-
-        Args:
-            residuals: scratch for each unit: bytes of gradient memory, which nobody needs yet.
-        """
-        has_residual = self.plan.placement.state_planes[0].name == "residual"
-        for unit, layout in enumerate(self.plan.inventory.units):
-            if isinstance(self.weights, StreamedWeights):
-                plane = self.weights.scratch()[: layout.weight_bytes]
-            else:
-                plane = self.weights.plane(unit)
-            residual = residuals[unit][: layout.elements * 2].view(torch.int16) if has_residual else None
-            plane.zero_()
-            if residual is not None:
-                residual.zero_()
-            for stored in self.partition.units[unit]:
-                stored.write(plane, residual, source(stored))
-                stored.param.data = stored.absent  # frees what it was given in
-            tickets = []
-            if isinstance(self.weights, StreamedWeights):
-                tickets.append(self._need_store().write_weight(unit, plane, 0, layout.weight_bytes))
-            if residual is not None:
-                for chunk in self.plan.chunks_of[unit]:
-                    part = residual[chunk.begin : chunk.end].view(torch.uint8)
-                    if isinstance(self._states, HostStates):
-                        self._states.read(chunk)[: part.numel()].copy_(part)
-                    else:
-                        tickets.append(self._need_store().write_residual(chunk, part))
-            for ticket in tickets:
-                ticket.wait()
-            self.weights.refresh(unit)
-            if residual is not None:
-                residual.zero_()
 
     # -- forward and backward -----------------------------------------------------------------------------
 

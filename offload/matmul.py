@@ -34,7 +34,7 @@ class _WideLinear(torch.autograd.Function):
     """``x @ weight.T + bias`` in bf16 with fp32 products. See Note [bf16 without bf16 units]."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:  # (..., I), (O, I), (O) -> (..., O)
         ctx.save_for_backward(x, weight)
@@ -82,7 +82,7 @@ def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         or torch.is_autocast_enabled("cpu")
     ):
         return nn.functional.linear(x, module.weight, module.bias)
-    result: torch.Tensor = _WideLinear.apply(x, module.weight, module.bias)
+    result: torch.Tensor = _WideLinear.apply(x, module.weight, module.bias)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -6,6 +6,7 @@ nested blocks need no annotation. `reader` turns the declarations into kinds.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Final, NamedTuple
 
 from ..bytesize import parse_bytes
@@ -16,26 +17,27 @@ AUTO: Final = "auto"
 
 
 def is_auto(value: object) -> bool:
+    """Whether a value asks for the automatic choice."""
     return isinstance(value, str) and value.strip().lower() == AUTO
 
 
-class Kind:
+class Kind(ABC):
     """One kind of value. ``takes_auto``: "auto" is a value of its own rather than a wish for the default."""
 
     takes_auto = False
     is_hint = False
 
+    @abstractmethod
     def read(self, value: object, path: str, report: Report) -> Any:
         """The value as the engine gets it; :class:`UnfitError` says what is wrong with it."""
-        raise NotImplementedError
 
     def write(self, value: Any) -> Any:
         """The value as JSON, such that reading it again gives the same value."""
         return value
 
+    @abstractmethod
     def schema(self) -> dict[str, Any]:
         """What this kind accepts, as JSON Schema; null and, for most, "auto" are added by the caller."""
-        raise NotImplementedError
 
 
 class Switch(Kind):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from typing import (
@@ -122,8 +123,9 @@ class _Nested(Kind):
     def read(self, value: object, path: str, report: Report) -> Any:
         raise AssertionError("a block is read by read_with")
 
+    @abstractmethod
     def read_with(self, value: object, path: str, report: Report, unknown: UnknownKey) -> Any:
-        raise NotImplementedError
+        """As ``read``, with what to say of a key that is not known."""
 
 
 class BlockOf(_Nested):
