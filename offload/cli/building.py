@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from .. import construct
 from ..models.decoder import Decoder, init_parameter_, to_hf_config
@@ -27,7 +28,7 @@ Read = Callable[[str], torch.Tensor]
 def build(source: ModelSource, *, seed: int) -> tuple[nn.Module, Read]:
     """The model with parameters on the meta device and real buffers, and where their values come from."""
     if isinstance(source, PresetSource):
-        with torch.device("meta"):
+        with torch.device("meta"), _DrawNothing():
             decoder = Decoder(source.config)
         return decoder, _initial_values(source.config, dict(shapes_of(decoder)), seed)
     model = build_meta_model(source.checkpoint.path, dtype=torch.float32)
@@ -37,6 +38,18 @@ def build(source: ModelSource, *, seed: int) -> tuple[nn.Module, Read]:
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     return model, source.checkpoint.tensor
+
+
+class _DrawNothing(TorchFunctionMode):
+    """Leaves parameters on the meta device as they are: they have no values.
+
+    torch would find that out by way of its symbolic shapes, whose import takes 36 MiB.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.normal_:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _initial_values(config: DecoderConfig, shapes: dict[str, tuple[int, ...]], seed: int) -> Read:
