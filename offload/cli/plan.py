@@ -13,7 +13,7 @@ from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..placement import placement_of, refuse_unbuilt
 from ..plan import MemoryPlan
-from .sources import check_seq, inventory_of, open_source
+from .sources import activation_note, check_seq, inventory_of, open_source
 
 DRIVE_LIFE_BYTES = 600e12
 """What a consumer drive of 1 TB is warranted to take (600 TBW)."""
@@ -42,8 +42,7 @@ def show_plan(
         f" {seq} tokens"
     )
     typer.echo(plan.report())
-    if not plan.inventory.activation_bytes:
-        typer.echo("  note: the model's config.json does not say its sizes; activations are not counted")
+    typer.echo(activation_note(config, source, seq))
     for line in (*_units(plan), *_traffic(plan), *_drive(plan, steps, tokens, gb_per_second)):
         typer.echo(line)
 

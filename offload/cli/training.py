@@ -21,7 +21,7 @@ from .failures import Stopped, StopSignals, describe
 from .memory import give_back
 from .progress import Display, Meter
 from .report import Account, build_report, table
-from .sources import inventory_of
+from .sources import activation_note, inventory_of
 
 if TYPE_CHECKING:
     from .finetune import Job
@@ -124,8 +124,7 @@ def _prepare(job: Job, display: Display) -> tuple[nn.Module, OffloadOptimizer]:
     if not request.quiet:
         display.say(f"plan of {job.source.name}")
         display.say(MemoryPlan.build(job.placement, inventory).report())
-        if not inventory.activation_bytes:
-            display.say("  note: the model's config.json does not say its sizes; activations are not counted")
+        display.say(activation_note(job.config, job.source, request.seq))
     with display.task("moving the model to its home") as advance:
         fill_later(model, read, advance)
         model, optimizer = prepare(model, job.config, activation_bytes=inventory.activation_bytes)
