@@ -18,7 +18,7 @@ from ..models.documents import find_files
 from ..placement import placement_of, refuse_unbuilt
 from ..plan import MemoryPlan, Placement
 from .failures import StopSignals
-from .memory import keep_compiler_out, limit_hoarding
+from .memory import limit_hoarding
 from .outputs import OutDirectory, check_export
 from .progress import make_display
 from .sources import CheckpointSource, ModelSource, check_seq, inventory_of, open_source
@@ -77,7 +77,6 @@ def run(request: Request) -> None:
         import torch  # noqa: F401  # the two seconds it takes are spent when the command is known to make sense
 
         rss_start_bytes = metrics.rss_bytes()
-        keep_compiler_out()
         from .training import finetune
 
         finetune(job, display, signals, rss_start_bytes=rss_start_bytes)

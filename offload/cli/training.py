@@ -18,10 +18,10 @@ from ..plan import MemoryPlan
 from ..store import SwapDirectory
 from .building import build, fill_later, hf_config, shapes_of
 from .failures import Stopped, StopSignals, describe
-from .memory import give_back
+from .memory import give_back, keep_compiler_out
 from .progress import Display, Meter
 from .report import Account, build_report, table
-from .sources import activation_note, inventory_of
+from .sources import PresetSource, activation_note, inventory_of
 
 if TYPE_CHECKING:
     from .finetune import Job
@@ -81,6 +81,8 @@ def _open_data(job: Job, display: Display) -> TextDataset:
     request = job.request
     _check_swap_path(job)
     tokenizer = load_tokenizer(job.tokenizer)
+    if isinstance(job.source, PresetSource):
+        keep_compiler_out()  # transformers, which the other source needs, loads it in any case
     job.out.make()
     with display.task(f"tokenising {request.data}") as advance:
         dataset = TextDataset(
