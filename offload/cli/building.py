@@ -1,9 +1,9 @@
 """The model of a run: built without its values, which `offload.prepare` then reads one by one.
 
 Note [Initial values of a preset]
-``prepare`` asks for values unit by unit. In a preset that is the order of ``named_parameters()``, in which the
-constructor draws: with one seed, the values are those of ``Decoder(config)`` bit for bit, whatever its size
-and the memory, as no more than one of them exists at once.
+``prepare`` asks for values unit by unit. In a preset that is the order of ``named_parameters()``, in which
+the constructor draws: with one seed, the values are those of ``Decoder(config)`` bit for bit, whatever its
+size and the memory, as no more than one of them exists at once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,25 @@ def build(source: ModelSource, *, seed: int) -> tuple[nn.Module, Read]:
         with torch.device("meta"), _DrawNothing():
             decoder = Decoder(source.config)
         return decoder, _initial_values(source.config, dict(shapes_of(decoder)), seed)
-    model = build_meta_model(source.checkpoint.path, dtype=torch.float32)
-    model.config.use_cache = False  # type: ignore[union-attr]  # keys and values are for generation
+    model: Any = build_meta_model(source.checkpoint.path, dtype=torch.float32)
+    import transformers
+
+    # What it says of config.json is for those who wrote it.
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    model.config.use_cache = False  # keys and values are for generation
     if getattr(model, "supports_gradient_checkpointing", False):
-        enable: Any = model.gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint_blocks(model)
     model.train()
     return model, source.checkpoint.tensor
+
+
+def _checkpoint_blocks(model: Any) -> None:
+    """Each block keeps its input only and computes the rest again in backward."""
+    how = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # its name from 5.x on
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
 class _DrawNothing(TorchFunctionMode):

@@ -34,8 +34,8 @@ ModelOption = Annotated[
     str,
     typer.Option(
         metavar="DIR|preset:NAME",
-        help="A model directory saved by transformers, or a decoder with random weights: preset:10m, demo, 50m,"
-        " 125m, 350m, 1b, 3b, 7b, 8b, 13b, 30b, 70b.",
+        help="A model directory saved by transformers, or a decoder with random weights: preset:demo, 10m,"
+        " 25m, 50m, 125m, 350m, 1b, 3b, 7b, 8b, 13b, 30b, 70b.",
         show_default=False,
     ),
 ]
@@ -72,7 +72,8 @@ def finetune(
         Path,
         typer.Option(
             metavar="PATH",
-            help="Text to train on: a file (plain, or .jsonl), or a folder of .txt .md .rst .py .jsonl files.",
+            help="Text to train on: a file (plain, or .jsonl), or a folder of .txt .md .rst .py .jsonl"
+            " files.",
             show_default=False,
         ),
     ],
@@ -105,9 +106,12 @@ def finetune(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Of a preset's first weights and of the order of the data.")
+        int,
+        typer.Option(min=0, metavar="N", help="Of a preset's first weights and of the order of the data."),
     ] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only plain lines of progress and the result.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Only plain lines of progress and the result.")
+    ] = False,
     traceback: TracebackOption = False,
 ) -> None:
     """Train a model on text. What it needs is checked, and printed as a plan, before anything starts.

@@ -1,10 +1,10 @@
 """Keeps the process at what the plan says. For the command only: a library may not set this for its host.
 
 glibc's malloc keeps what is freed. Its threshold for giving a block a mapping of its own, which goes back
-when freed, rises to 32 MiB as soon as such a block is freed once, so activations then come from a heap that is
-given back only from its end and never from its middle; and every thread gets another heap. The plan promises
-the operating system's count, so the threshold is fixed, the heap is trimmed, and there are few heaps. The
-price, zeroing pages again, was not measurable beside the arithmetic on the blocks.
+when freed, rises to 32 MiB as soon as such a block is freed once, so activations then come from a heap that
+is given back only from its end and never from its middle; and every thread gets another heap. The plan
+promises the operating system's count, so the threshold is fixed, the heap is trimmed, and there are few
+heaps. The price is that the kernel zeroes pages again.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ def give_back() -> None:
 
 
 # Note [torch's compiler stays out]
-# In torch, every optimizer and every checkpointed block asks `torch._dynamo` to leave it alone, and so loads the
-# compiler (72 MiB and two seconds in torch 2.13, a third of torch itself) that this command never uses. Where
-# nothing is being compiled, to be left alone is to be called as one is: so a module that says just that stands
-# in for it. Whatever else is asked of it loads the real one, which then takes its place for good.
+# In torch, every optimizer and every checkpointed block asks `torch._dynamo` to leave it alone, and so loads
+# the compiler (72 MiB and two seconds in torch 2.13, a third of torch itself) that this command never uses.
+# Where nothing is being compiled, to be left alone is to be called as one is: so a module that says just that
+# stands in for it. Whatever else is asked of it loads the real one, which then takes its place for good.
+# Only for presets: transformers imports parts of the compiler in an order of its own, and loads it anyway.
 
 
 class _NoCompiler(ModuleType):

@@ -38,8 +38,8 @@ def show_plan(
     plan = MemoryPlan.build(placement, inventory_of(config, source, source.shapes(), seq))
     tokens = batch.train * seq
     typer.echo(
-        f"{source.name} with {config_path}: {steps} steps of {batch.micro} x {batch.accumulation} sequences of"
-        f" {seq} tokens"
+        f"{source.name} with {config_path}:"
+        f" {steps} steps of {batch.micro} x {batch.accumulation} sequences of {seq} tokens"
     )
     typer.echo(plan.report())
     typer.echo(activation_note(config, source, seq))
@@ -69,11 +69,9 @@ def _traffic(plan: MemoryPlan) -> Iterator[str]:
         yield "nothing is homed on nvme: no link moves anything"
         return
     yield "bytes per step, from the second on"
-    for (link, plane), size in sorted(steady.items()):
+    for (link, plane), size in (*sorted(steady.items()), (("in all", ""), steady.total())):
         per_parameter = size / plan.inventory.trainable_parameters
         yield f"  {link:11} {plane:11} {format_bytes(size):>10}  {per_parameter:6.2f} B per parameter"
-    per_parameter = steady.total() / plan.inventory.trainable_parameters
-    yield f"  {'both links':11} {'all planes':11} {format_bytes(steady.total()):>10}  {per_parameter:6.2f} B per parameter"
 
 
 def _drive(plan: MemoryPlan, steps: int, tokens: int, gb_per_second: float | None) -> Iterator[str]:
@@ -82,8 +80,8 @@ def _drive(plan: MemoryPlan, steps: int, tokens: int, gb_per_second: float | Non
     if not written:
         return
     yield (
-        f"{steps} steps write {written / 1e12:.3f} TB, {written / DRIVE_LIFE_BYTES:.3%} of the life of a drive"
-        f" of 600 TBW; such a drive takes {int(DRIVE_LIFE_BYTES / written * steps):,} steps"
+        f"{steps} steps write {written / 1e12:.3f} TB, {written / DRIVE_LIFE_BYTES:.3%} of the life of a"
+        f" drive of 600 TBW; such a drive takes {int(DRIVE_LIFE_BYTES / written * steps):,} steps"
     )
     if gb_per_second is not None:
         steady = plan.bytes_moved(4) - plan.bytes_moved(3)

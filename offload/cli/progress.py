@@ -37,8 +37,8 @@ class Figures:
     def __str__(self) -> str:
         rates = "".join(f"  {link} {rate:.2f} GB/s" for link, rate in self.gb_per_second.items())
         return (
-            f"step {self.step}/{self.steps}  loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s{rates}"
-            f"  rss {format_bytes(self.rss_bytes)}  left {clock(self.seconds_left)}"
+            f"step {self.step}/{self.steps}  loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s"
+            f"{rates}  rss {format_bytes(self.rss_bytes)}  left {clock(self.seconds_left)}"
         )
 
 
@@ -134,7 +134,12 @@ class LiveDisplay:
     def training(self, steps: int) -> Iterator[Callable[[Figures], None]]:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        columns = (SpinnerColumn(), BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.description}"))
+        columns = (
+            SpinnerColumn(),
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+        )
         with Progress(*columns, console=self._console, refresh_per_second=4) as progress:
             task = progress.add_task(f"step 1/{steps} runs", total=steps)
             yield lambda figures: progress.update(task, completed=figures.step, description=str(figures))

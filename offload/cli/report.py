@@ -101,8 +101,8 @@ def table(report: dict[str, Any]) -> Iterator[str]:
         )
     peak, allowed = report["rss_peak_bytes"], report["rss_allowed_bytes"]
     yield (
-        f"  peak memory  {format_bytes(peak)}; planned {format_bytes(report['host_bytes'])} + 10 % + interpreter"
-        f" {format_bytes(report['rss_start_bytes'])} = {format_bytes(allowed)}"
+        f"  peak memory  {format_bytes(peak)}; planned {format_bytes(report['host_bytes'])} + 10 %"
+        f" + interpreter {format_bytes(report['rss_start_bytes'])} = {format_bytes(allowed)}"
         + (f": {format_bytes(peak - allowed)} ABOVE THE PLAN" if peak > allowed else "")
     )
     yield from _bytes_table(report)
@@ -127,5 +127,5 @@ def _bytes_table(report: dict[str, Any]) -> Iterator[str]:
         differs = moved != expected and not report["interrupted"]
         yield line + (f"  differs by {moved - expected:+,} bytes" if differs else "")
     for link, numbers in report["links"].items():
-        if numbers["gb_per_second"]:
-            yield f"  {link:11} {numbers['gb_per_second']:.2f} GB/s while busy, {numbers['seconds']:.1f} s busy"
+        if rate := numbers["gb_per_second"]:
+            yield f"  {link:11} {rate:.2f} GB/s while busy, {numbers['seconds']:.1f} s busy"

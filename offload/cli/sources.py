@@ -22,10 +22,12 @@ PREFIX = "preset:"
 RUNTIME_BYTES = 48 * MiB
 """What the process takes in training beside the plan's own memory and the tensors of the computation.
 
-Measured on x86-64 with torch 2.13 and two threads, from an interpreter that has imported torch to the largest
-resident memory, less the slabs and the activations: 20 MiB of library code that is paged in by first use, 12 MiB
-of this package, its dependencies and the threads, and scratch memory of BLAS. Counted with the activations.
+Measured on x86-64 with torch 2.13 and two threads, from an interpreter that has imported torch to the
+largest resident memory, less the slabs and the activations: 20 MiB of library code that is paged in by first
+use, 12 MiB of this package and its dependencies, and scratch memory of BLAS. Counted with the activations.
 """
+TRANSFORMERS_BYTES = 160 * MiB
+"""As RUNTIME_BYTES, for transformers and what it loads (torch's compiler among it)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,10 @@ class PresetSource:
     @property
     def vocab_size(self) -> int | None:
         return self.config.vocab_size
+
+    @property
+    def runtime_bytes(self) -> int:
+        return RUNTIME_BYTES
 
     def activation_bytes(self, micro_batch: int, seq: int, itemsize: int) -> int:
         return activation_bytes(self.config, micro_batch, seq, dtype_bytes=itemsize)
@@ -67,6 +73,10 @@ class CheckpointSource:
     @property
     def vocab_size(self) -> int | None:
         return self._number("vocab_size")
+
+    @property
+    def runtime_bytes(self) -> int:
+        return RUNTIME_BYTES + TRANSFORMERS_BYTES
 
     def activation_bytes(self, micro_batch: int, seq: int, itemsize: int) -> int:
         """An upper bound for any transformer with activation checkpointing per block; 0 where unknown.
@@ -148,14 +158,14 @@ def inventory_of(config: OffloadConfig, source: ModelSource, shapes: Shapes, seq
     return build_inventory(
         (ParamInfo(name, shape, itemsize, True) for name, shape in shapes),
         weight_itemsize=itemsize,
-        activation_bytes=activations + RUNTIME_BYTES,
+        activation_bytes=activations + source.runtime_bytes,
     )
 
 
 def activation_note(config: OffloadConfig, source: ModelSource, seq: int) -> str:
     """What the plan's line "activations" consists of."""
     size = source.activation_bytes(config.resolve_batch(1).micro, seq, WEIGHT_ITEMSIZE[config.precision])
-    runtime = f"{format_bytes(RUNTIME_BYTES)} for library code and scratch memory"
+    runtime = f"{format_bytes(source.runtime_bytes)} for library code and scratch memory"
     if not size:
         return f"  note: activations are {runtime} only: config.json does not say the model's sizes"
     return f"  note: activations are {format_bytes(size)} at most for the computation, and {runtime}"

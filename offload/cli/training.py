@@ -1,4 +1,4 @@
-"""The run itself: data, model, engine, loop, report, export. What it creates it takes away on every way out."""
+"""The run itself: data, model, engine, loop, report, export. It cleans up on every way out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def finetune(job: Job, display: Display, signals: StopSignals, *, rss_start_byte
     """Trains as the job says and leaves report.json, and the exported model.
 
     Raises:
-        OffloadError, Stopped: the run ended early. Before its first step nothing is left; after it, the report.
+        OffloadError, Stopped: the run ended early. Before its first step nothing is left; after it, the
+            report.
     """
     request = job.request
     try:
@@ -64,8 +65,8 @@ def finetune(job: Job, display: Display, signals: StopSignals, *, rss_start_byte
             _say_stopped(
                 display,
                 error,
-                f"after {done} of {request.steps} steps; the trained weights are lost, as nothing is saved before"
-                f" the end; swap files are removed, {job.out.path}/report.json is kept",
+                f"after {done} of {request.steps} steps; the trained weights are lost, as nothing is saved"
+                f" before the end; swap files are removed, {job.out.path}/report.json is kept",
             )
         raise
     finally:
@@ -169,7 +170,7 @@ def _micro_step(model: nn.Module, batch: dict[str, torch.Tensor], accumulation: 
     output = model(**batch)
     loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
     del output  # and with it the logits
-    (loss / accumulation).backward()  # type: ignore[no-untyped-call]
+    (loss / accumulation).backward()
     return float(loss.detach())
 
 

@@ -52,9 +52,9 @@ def find_files(data: str | os.PathLike[str]) -> list[SourceFile]:
     """The text files at ``data``: the file itself, whatever its name, or those below a folder, sorted.
 
     Hidden folders, ``__pycache__`` and installed packages (``site-packages``, ``dist-packages``) below the
-    folder are left out: Python's own library holds gigabytes of other people's packages on many machines. Give
-    such a folder itself to read it. What is no regular file is left out too: opening a pipe would wait for
-    ever.
+    folder are left out: on many machines Python's own library holds gigabytes of other people's packages.
+    Give such a folder itself to read it. What is no regular file is left out too: opening a pipe would wait
+    for ever.
     """
     root = Path(data)
     try:
