@@ -52,7 +52,7 @@ class Folder:
         return [sys.executable, "-m", "offload", "finetune", "run.json", *flags]
 
     def start(self, arguments: list[str], **options: Any) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(arguments, cwd=self.path, env=environment, **pipes, **options)
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from offload.plan import MemoryPlan
 
 ROOT = Path(__file__).parents[2]
 LR = 1e-3
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+"""One thread: on a machine that is busy with other tests, threads wait for each other's slices of time."""
 
 
 def run_config(swap: Path, *, bf16: bool = False, **changes: Any) -> dict[str, Any]:
@@ -45,7 +48,7 @@ def run_config(swap: Path, *, bf16: bool = False, **changes: Any) -> dict[str, A
 
 
 def run_python(folder: Path, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=250
     )
@@ -57,6 +60,14 @@ def prepare_folder(folder: Path, config: dict[str, Any]) -> None:
     (folder / "run.json").write_text(json.dumps(config))
     text = "".join(f"{n} green bottles hanging on the wall\n" for n in range(400))
     (folder / "data.txt").write_text(text)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +83,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, json.loads((folder / "runs" / "run" / "report.json").read_text()), output
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_losses_equal_plain_pytorch(finished: tuple[Path, dict[str, Any], str]) -> None:
     folder, report, _ = finished
     torch.manual_seed(5)
@@ -226,6 +238,7 @@ def test_export_opens_in_transformers(tmp_path: Path, bf16: bool) -> None:
     assert found["difference"] <= (0.05 if bf16 else 1e-4) * found["size"] and found["size"] > 0.1
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_saved_model_is_trained_as_plain_transformers_trains_it(tmp_path: Path) -> None:
     """A tied GPT-2 with its own tokenizer, accumulated micro-batches, and the export of it."""
     tokenizers = pytest.importorskip("tokenizers")
