@@ -22,10 +22,13 @@ _HOME = {
     "aio": "aio",
     "kernels": "optim.kernels",
     "prepare": "api",
+    "initialize": "integrations.deepspeed",
     "init": "api",
     "from_pretrained": "api",
     "gather": "api",
     "export": "checkpoint",
+    "optimizer_state": "checkpoint",
+    "read_master": "access",
 }
 
 __all__ = [
@@ -38,9 +41,12 @@ __all__ = [
     "TransferError",
     "aio",
     "export",
+    "optimizer_state",
+    "read_master",
     "from_pretrained",
     "gather",
     "init",
+    "initialize",
     "kernels",
     "prepare",
 ]
@@ -48,9 +54,11 @@ __all__ = [
 if TYPE_CHECKING:
     from . import aio
     from .api import from_pretrained, gather, init, prepare
-    from .checkpoint import export
+    from .access import read_master
+    from .checkpoint import export, optimizer_state
     from .config import OffloadConfig
     from .errors import CheckpointError, ConfigError, OffloadError, PlanError, StoreError, TransferError
+    from .integrations.deepspeed import initialize
     from .optim import kernels
 
 

@@ -21,6 +21,7 @@ from .engine import OffloadEngine
 from .errors import ConfigError
 from .hooks import ModuleHooks
 from .ledger import Ledger
+from .matmul import WideLinears, bf16_is_native
 from .models.pretrained import build_meta_model, open_checkpoint
 from .optimizer import OffloadOptimizer
 from .partition import Partition
@@ -58,6 +59,10 @@ def prepare(
     settings = OffloadConfig.from_any(config)
     refuse_unbuilt(settings)
     numbers = (settings.optimizer or Optimizer(type="AdamW")).settings()
+    construct.make_ordinary(model)
+    for engine in open_engines():
+        if any(param in engine.partition.of_param for param in model.parameters()):
+            raise ConfigError("the model, or a part of it, is prepared already; close its engine first")
     groups = _groups(model, params)
     optimizer = OffloadOptimizer(
         groups,
@@ -88,9 +93,11 @@ def prepare(
         raise
     lifetime.register(engine)
     engine.on_close(functools.partial(lifetime.forget, engine))
-    construct.release(model)
+    construct.forget_sources(model)
     engine.on_close(ModuleHooks(model, engine).remove)
     engine.on_close(StateDictHooks(model, engine).remove)
+    if settings.precision == "bf16" and not bf16_is_native():
+        engine.on_close(WideLinears(model).remove)
     optimizer.bind(engine)
     for note in settings.notes:
         logger.info("%s", note)
@@ -152,15 +159,19 @@ def gather(params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bo
     elif isinstance(params, nn.Module):
         params = params.parameters()
     by_engine: dict[OffloadEngine, list[nn.Parameter]] = {}
-    engines = [resource for resource in lifetime.opened() if isinstance(resource, OffloadEngine)]
     for param in params:
-        for engine in engines:
+        for engine in open_engines():
             if param in engine.partition.of_param:
                 by_engine.setdefault(engine, []).append(param)
     with ExitStack() as stack:
         for engine, members in by_engine.items():
             stack.enter_context(gathered(engine, members, modify=modify))
         yield
+
+
+def open_engines() -> list[OffloadEngine]:
+    """The engines of this process that have not been closed."""
+    return [resource for resource in lifetime.opened() if isinstance(resource, OffloadEngine)]
 
 
 def _groups(

@@ -12,10 +12,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .access import ChunkAccess, gathered, read_master, read_weight
+from .access import ChunkAccess, gathered, read_master, read_weight, write_weight
 from .engine import OffloadEngine
+from .errors import CheckpointError, OffloadError
 from .models.pretrained import TensorSpec, write_checkpoint
 from .partition import StoredParam
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class StateDictHooks:
@@ -27,7 +31,7 @@ class StateDictHooks:
 
     def __init__(self, model: nn.Module, engine: OffloadEngine) -> None:
         self._engine = engine
-        self._gathered: dict[nn.Module, ExitStack] = {}
+        self._loading: dict[nn.Module, tuple[ExitStack, dict[StoredParam, torch.Tensor]]] = {}
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
             if any(
@@ -53,26 +57,74 @@ class StateDictHooks:
             if stored is not None and prefix + name in state:
                 state[prefix + name] = read_weight(self._engine, stored)
 
-    def _before_load(self, module: nn.Module, *_args: Any) -> None:
-        stack = ExitStack()
-        own = [param for _, param in _params(module) if param in self._engine.partition.of_param]
-        stack.enter_context(gathered(self._engine, own, modify=True))
-        self._gathered[module] = stack
+    def _before_load(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_args: Any
+    ) -> None:
+        """Lets torch check and copy into temporary tensors; what counts is written afterwards."""
+        if metadata.get("assign_to_params_buffers", False):
+            raise OffloadError(
+                "load_state_dict(assign=True) would replace parameters that the engine owns; leave assign out"
+            )
+        stack, given = ExitStack(), {}
+        for name, param in _params(module):
+            stored = self._engine.partition.of_param.get(param)
+            if stored is not None:
+                stack.enter_context(gathered(self._engine, [param], modify=False))
+                value = state.get(prefix + name)
+                if isinstance(value, torch.Tensor) and value.shape == param.shape:
+                    given[stored] = value
+        self._loading[module] = stack, given
 
     def _after_load(self, module: nn.Module, _incompatible: Any) -> None:
-        self._gathered.pop(module).close()
+        """Writes the given values: a value wider than the compute type becomes the exact master."""
+        stack, given = self._loading.pop(module)
+        stack.close()
+        for stored, value in given.items():
+            exact = stored.trainable and stored.dtype is torch.bfloat16
+            write_weight(self._engine, stored, value.float() if exact else value)
 
 
 def optimizer_state(engine: OffloadEngine) -> Iterator[tuple[StoredParam, dict[str, torch.Tensor]]]:
-    """Per trained parameter: ``step``, both moments, and of bf16 weights the exact fp32 ``master``."""
+    """Per trained parameter: ``step``, both moments, and of bf16 weights the exact fp32 ``master``.
+
+    One parameter's state is in memory at a time, and one chunk.
+    """
+    access = ChunkAccess(engine)
     for stored in engine.partition.trainable:
-        access = ChunkAccess(engine)
         state = {"step": torch.tensor(float(stored.step))}
-        for plane in ("exp_avg", "exp_avg_sq"):
+        for plane in MOMENTS:
             state[plane] = access.read(stored, plane).as_strided(stored.placed.info.shape, stored.stride)
         if stored.dtype is not torch.float32:
             state["master"] = read_master(engine, stored)
         yield stored, state
+
+
+def load_optimizer_state(engine: OffloadEngine, stored: StoredParam, state: dict[str, torch.Tensor]) -> None:
+    """Writes what :func:`optimizer_state` gave, or torch's Adam gives: then the weights are the master."""
+    check_optimizer_state(stored, state)
+    flat = {plane: _flat(stored, state[plane]) for plane in MOMENTS}
+    ChunkAccess(engine).write(stored, flat)
+    if "master" in state and stored.dtype is not torch.float32:
+        write_weight(engine, stored, state["master"].float())
+    stored.step = int(state["step"])
+
+
+def check_optimizer_state(stored: StoredParam, state: dict[str, torch.Tensor]) -> None:
+    """Raises CheckpointError where a plane is missing or has another shape than the parameter."""
+    shape = stored.placed.info.shape
+    for plane in (*MOMENTS, *(["master"] if "master" in state else [])):
+        if plane not in state or tuple(state[plane].shape) != shape:
+            got = tuple(state[plane].shape) if plane in state else "nothing"
+            raise CheckpointError(f"{stored.name}: {plane} of shape {shape} expected, got {got}")
+    if "step" not in state:
+        raise CheckpointError(f"{stored.name}: its step count is missing")
+
+
+def _flat(stored: StoredParam, value: torch.Tensor) -> torch.Tensor:
+    """The elements of a value in the order of the parameter's planes."""
+    flat = torch.empty(stored.placed.info.numel, dtype=value.dtype)
+    flat.as_strided(value.shape, stored.stride).copy_(value)
+    return flat
 
 
 def export(

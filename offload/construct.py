@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterator
+from collections.abc import Callable, ItemsView, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -68,13 +68,21 @@ def fill_later(model: nn.Module, read: Callable[[str], torch.Tensor]) -> None:
             module._parameters[name] = replaced[param]
 
 
-def release(model: nn.Module) -> None:
+def make_ordinary(model: nn.Module) -> None:
+    """Modules built inside `offload.init` become ordinary ones: looking at a parameter moves nothing any more."""
+    for module in model.modules():
+        if isinstance(module._parameters, _PagedParameters):
+            module.__dict__["_parameters"] = dict(module._parameters.items_unread())
+
+
+def forget_sources(model: nn.Module) -> None:
     """The values of a model have been taken over: forgets where they came from."""
-    pagers = {id(pager): pager for param in model.parameters() if (pager := _pager_of.pop(param, None))}
-    for param in model.parameters():
+    params = list(model.parameters())
+    pagers = {id(pager): pager for param in params if (pager := _pager_of.pop(param, None))}
+    for param in params:
         _sources.pop(param, None)
     for pager in pagers.values():
-        pager.release(model)
+        pager.forget(params)
 
 
 class _PagedParameters(dict[str, Any]):
@@ -151,12 +159,9 @@ class ConstructionPager:
         if kind is not None:
             self.close()
 
-    def release(self, model: nn.Module) -> None:
-        """The model's values have been taken: its modules become ordinary; the file goes with the last."""
-        for module in model.modules():
-            if isinstance(module._parameters, _PagedParameters):
-                module.__dict__["_parameters"] = dict(module._parameters.items_unread())
-        for param in model.parameters():
+    def forget(self, params: Iterable[nn.Parameter]) -> None:
+        """The values of these parameters have been taken; the file goes with the last."""
+        for param in params:
             self._pages.pop(param, None)
         if not self._pages:
             self.close()

@@ -111,11 +111,11 @@ class ModuleHooks:
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
         recomputing = _in_backward()
-        if not self._frames and not recomputing:
+        frame = _Frame(self._units_of[module])
+        self._frames.append(frame)  # first, because `_after_forward` is called even if the rest fails
+        if len(self._frames) == 1 and not recomputing:
             self._run.clear()
             self._engine.begin_forward(training=torch.is_grad_enabled())
-        frame = _Frame(self._units_of[module])
-        self._frames.append(frame)
         held = {unit for outer in self._frames[:-1] for unit in outer.units}
         for unit in frame.units:
             if unit in held:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from .checkpoint import check_optimizer_state, load_optimizer_state, optimizer_state
 from .engine import OffloadEngine
-from .errors import ConfigError, OffloadError
+from .errors import CheckpointError, ConfigError, OffloadError
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -54,6 +55,46 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` over all parameters of this optimizer. Returns the norm before."""
         return torch.tensor(self.engine.clip_grad_norm(float(max_norm)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state in memory, laid out as torch's Adam does: ``state[index]`` by position in the groups.
+
+        Of bf16 weights it also has ``master``, the exact fp32 value that is trained. For models whose state
+        does not fit in memory, go through ``offload.optimizer_state(engine)`` instead.
+        """
+        packed = super().state_dict()
+        index_of = self._indices()
+        packed["state"] = {index_of[stored.param]: state for stored, state in optimizer_state(self.engine)}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` gave, on whatever placement, or what torch's Adam gave.
+
+        Raises:
+            CheckpointError: it belongs to other parameters; nothing has been changed then.
+        """
+        groups = state_dict["param_groups"]
+        sizes, own_sizes = ([len(g["params"]) for g in gs] for gs in (groups, self.param_groups))
+        if sizes != own_sizes:
+            raise CheckpointError(
+                f"the state has groups of {sizes} parameters, this optimizer of {own_sizes}"
+            )
+        index_of = self._indices()
+        states = {
+            stored: state_dict["state"][index_of[stored.param]]
+            for stored in self.engine.partition.trainable
+            if index_of[stored.param] in state_dict["state"]
+        }
+        for stored, state in states.items():
+            check_optimizer_state(stored, state)
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        for stored, state in states.items():
+            load_optimizer_state(self.engine, stored, state)
+
+    def _indices(self) -> dict[torch.Tensor, int]:
+        params = [param for group in self.param_groups for param in group["params"]]
+        return {param: index for index, param in enumerate(params)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._bound:

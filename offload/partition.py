@@ -3,13 +3,14 @@
 Note [Absent parameters]
 A parameter stays an ordinary nn.Parameter. While its unit is present, ``p.data`` is a view of the unit's
 weight plane. While it is absent, it is one NaN expanded to the true shape: shape, numel, dtype and device
-stay true, reading gives NaN (for integers the smallest value), never something plausible, and writing in
-place raises.
+stay true, reading gives NaN (for integers the smallest value), never something plausible, and most writes in
+place raise. Those that torch lets through (fill_, zero_) are found when the unit is attached next.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,10 +110,14 @@ class Partition:
             infos, weight_itemsize=self.dtype.itemsize, activation_bytes=activation_bytes
         )
         self.units: list[list[StoredParam]] = []
+        self._markers: list[torch.Tensor] = []  # of each unit: one element per parameter
         for unit, layout in enumerate(self.inventory.units):
             stored = []
-            for placed in layout.params:
+            markers = torch.full((len(layout.params),), math.nan, dtype=self.dtype)
+            self._markers.append(markers)
+            for index, placed in enumerate(layout.params):
                 param = by_name[placed.info.name]
+                own = markers[index : index + 1] if param.is_floating_point() else _marker(param.dtype)
                 stored.append(
                     StoredParam(
                         param=param,
@@ -122,7 +127,7 @@ class Partition:
                         dtype=self._compute_dtype(param),
                         stride=_dense_stride(param),
                         group=group_of.get(param, -1),
-                        absent=absent_tensor(tuple(param.shape), self._compute_dtype(param)),
+                        absent=_expanded(own, tuple(param.shape)),
                     )
                 )
             self.units.append(stored)
@@ -135,9 +140,9 @@ class Partition:
 
     def attach(self, unit: int, plane: torch.Tensor) -> None:
         """Points the unit's parameters at their bytes in ``plane`` (uint8)."""
+        if not bool(self._markers[unit].isnan().all()):
+            self._refuse_lost_writes(unit)
         for stored in self.units[unit]:
-            if stored.placed.info.numel == 1:
-                _check_unwritten(stored)
             stored.param.data = stored.view(plane) if stored.gathered is None else stored.gathered
 
     def detach(self, unit: int) -> None:
@@ -149,6 +154,15 @@ class Partition:
         """Whether reading this parameter gives the marker instead of its value."""
         stored = self.of_param.get(param)
         return stored is not None and bool(param.numel()) and param.data_ptr() == stored.absent.data_ptr()
+
+    def _refuse_lost_writes(self, unit: int) -> None:
+        written = ~self._markers[unit].isnan()
+        names = [stored.name for stored, lost in zip(self.units[unit], written.tolist(), strict=True) if lost]
+        self._markers[unit].fill_(math.nan)
+        raise OffloadError(
+            f"{', '.join(names)} was written to while absent, and the write is lost; write inside"
+            " `with offload.gather(parameters, modify=True)`"
+        )
 
     def _describe(self, name: str, param: nn.Parameter, trainable: bool) -> ParamInfo:
         if not param.is_floating_point() and trainable:
@@ -188,26 +202,19 @@ def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.empty(param.shape, device="meta").stride())
 
 
-def _marker(dtype: torch.dtype) -> float | int | bool:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return False if dtype is torch.bool else torch.iinfo(dtype).min
-
-
 def absent_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """What a parameter's ``data`` is while its bytes are elsewhere. See Note [Absent parameters]."""
-    one = torch.full((1,), _marker(dtype), dtype=dtype)
+    return _expanded(_marker(dtype), shape)
+
+
+def _marker(dtype: torch.dtype) -> torch.Tensor:
+    """One element that is never plausible."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full((1,), math.nan, dtype=dtype)
+    return torch.full((1,), 0 if dtype is torch.bool else torch.iinfo(dtype).min, dtype=dtype)
+
+
+def _expanded(one: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     if 0 in shape:
         return one[:0].reshape(shape)
     return one.expand(shape) if shape else one.reshape(())
-
-
-def _check_unwritten(stored: StoredParam) -> None:
-    """One element is not protected from writing by being expanded: looks whether it is still the marker."""
-    marker = torch.full_like(stored.absent, _marker(stored.dtype))
-    if not bool(torch.isclose(stored.absent, marker, equal_nan=True)):
-        stored.absent.copy_(marker)
-        raise OffloadError(
-            f"{stored.name} was written to while it was absent; write inside"
-            " `with offload.gather([parameter], modify=True)`"
-        )

@@ -267,11 +267,17 @@ class OptimizerPipeline:
             self._weights.end_update(update.unit)
 
     def _load(self) -> bool:
-        """Starts reading the first chunk that is not read yet, those with a gradient first."""
+        """Starts reading the first chunk that is not read yet, those with a gradient first.
+
+        Transfers of the same bytes have no order among each other: a chunk whose last update is still being
+        written must not be read before that has ended.
+        """
         waiting = [job for job in self._jobs if job.buffer is None]
         if not waiting:
             return False
         job = next((job for job in waiting if job.update is not None), waiting[0])
+        if any(writing.chunk is job.chunk for writing in self._writing):
+            return False
         loaded = self._states.load(job.chunk, needed_now=job.update is not None)
         if loaded is None:
             return False

@@ -288,12 +288,18 @@ class MemoryPlan:
     # -- traffic ------------------------------------------------------------------------------------------
 
     def scheduler(self) -> PrefetchScheduler:
-        """The scheduler of the weights, as the engine starts with it."""
+        """The scheduler of the weights, as the engine starts with it.
+
+        Backward ends at the first unit that is trained: nothing before it needs a gradient.
+        """
+        units = self.inventory.units
+        trained = [index for index, unit in enumerate(units) if unit.elements]
         return PrefetchScheduler(
-            len(self.inventory.units),
+            len(units),
             self.weight_slots,
             micro_batches=self.placement.micro_batches,
-            update_reads_weights=self.placement.update == "step",
+            backward=range(trained[0], len(units))[::-1],
+            update=trained if self.placement.update == "step" else (),
         )
 
     def bytes_at_start(self) -> Counter[LinkPlane]:

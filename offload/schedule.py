@@ -55,8 +55,20 @@ class PrefetchScheduler:
     """Follows the trace and names the fetches that will be needed. See Note [Phases], Note [Looking ahead]."""
 
     def __init__(
-        self, unit_count: int, slot_count: int, *, micro_batches: int = 1, update_reads_weights: bool = False
+        self,
+        unit_count: int,
+        slot_count: int,
+        *,
+        micro_batches: int = 1,
+        backward: Sequence[int] | None = None,
+        update: Sequence[int] = (),
     ) -> None:
+        """
+        Args:
+            backward: the order of units in backward, as far as it can be foreseen; the reverse of forward
+                where it is None.
+            update: units whose weights the update reads, in its order.
+        """
         forward = tuple(range(unit_count))
         self.unit_count = unit_count
         self.micro_batches = micro_batches
@@ -64,8 +76,8 @@ class PrefetchScheduler:
         self._ahead = min(AHEAD_MAX, slot_count // 2)
         self._orders: dict[Phase, tuple[int, ...]] = {
             Phase.FORWARD: forward,
-            Phase.BACKWARD: forward[::-1],
-            Phase.UPDATE: forward if update_reads_weights else (),
+            Phase.BACKWARD: forward[::-1] if backward is None else tuple(backward),
+            Phase.UPDATE: tuple(update),
         }
         self._seen: list[int] = []
         self._now = self._next = _Position(Phase.FORWARD, 0, 0, training=True)

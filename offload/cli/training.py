@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..api import prepare
 from ..checkpoint import export
+from ..integrations.schedulers import build_scheduler
 from ..models.text import TextDataset, load_tokenizer
 from ..optimizer import OffloadOptimizer
 from ..placement import nvme_path_of
@@ -145,7 +146,7 @@ def _train(
     account: Account,
 ) -> None:
     steps, ledger = job.request.steps, optimizer.engine.ledger
-    scheduler = _scheduler(job, optimizer)
+    scheduler = build_scheduler(job.config, optimizer, total_steps=steps)
     meter = Meter(ledger, steps=steps, tokens_per_step=job.tokens_per_step)
     with display.training(steps) as show:
         for step in range(1, steps + 1):
@@ -172,15 +173,6 @@ def _micro_step(model: nn.Module, batch: dict[str, torch.Tensor], accumulation: 
     del output  # and with it the logits
     (loss / accumulation).backward()
     return float(loss.detach())
-
-
-def _scheduler(job: Job, optimizer: OffloadOptimizer) -> Any:
-    if job.config.scheduler is None:
-        return None
-    import importlib
-
-    schedulers = importlib.import_module("..integrations.schedulers", __package__)
-    return schedulers.build_scheduler(job.config, optimizer, total_steps=job.request.steps)
 
 
 def _write_report(job: Job, display: Display, optimizer: OffloadOptimizer, account: Account) -> None:

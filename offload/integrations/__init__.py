@@ -1,0 +1,1 @@
+"""Faces that other tools' scripts know: DeepSpeed's ``initialize`` and the schedules of its configuration."""

@@ -1,0 +1,135 @@
+"""Writes the weights of a model in training to files that need nothing of ours to be read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import checkpoint, metrics
+from ..access import read_master, read_weight
+from ..bytesize import format_bytes
+from ..engine import OffloadEngine
+from ..errors import ConfigError, OffloadError, StoreError
+from ..models.pretrained import TensorSpec
+from ..models.safetensors_file import write_file
+from ..partition import StoredParam
+
+
+def export_model(
+    engine: OffloadEngine, module: nn.Module, path: str | Path, dtype: torch.dtype | None
+) -> None:
+    """Writes a directory: with ``config.json`` where the model has one, else ``model.safetensors`` alone."""
+    path = Path(path)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"export: weights cannot be written as {dtype}; give a floating-point type")
+    config = _config_of(module)
+    if config is not None:
+        config["dtype"] = str(dtype or engine.partition.dtype).removeprefix("torch.")
+        config.pop("torch_dtype", None)  # what dtype was called before
+        buffers = list(persistent_buffers(module))
+        checkpoint.export(engine, path, config=config, buffers=buffers, dtype=dtype)
+        return
+    if path.is_dir() and any(path.iterdir()):
+        raise ConfigError(f"{path} exists and is not empty; give another directory")
+    write_safetensors(engine, module, path / "model.safetensors", dtype=dtype)
+
+
+def write_safetensors(
+    engine: OffloadEngine,
+    module: nn.Module,
+    file: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    exclude_frozen: bool = False,
+) -> None:
+    """Writes one file, one tensor in memory at a time. A tied weight is in it once, under its first name."""
+    params = {stored.name: stored for stored in _params(engine, exclude_frozen)}
+    buffers = dict(persistent_buffers(module))
+
+    def dtype_of(stored: StoredParam) -> torch.dtype:
+        return dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
+
+    def fetch(name: str) -> torch.Tensor:
+        if name in buffers:
+            return buffers[name].detach().contiguous()
+        stored = params[name]
+        wanted = dtype_of(stored)
+        value = read_master(engine, stored) if wanted is torch.float32 else read_weight(engine, stored)
+        return value.to(wanted).contiguous()
+
+    specs = [TensorSpec(name, tuple(p.placed.info.shape), str(dtype_of(p))) for name, p in params.items()]
+    specs += [TensorSpec(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in buffers.items()]
+    with _replacing(file) as temporary:
+        write_file(temporary.path, specs, fetch)
+
+
+def write_pickle(engine: OffloadEngine, module: nn.Module, file: Path, *, exclude_frozen: bool) -> None:
+    """Writes what ``torch.load`` reads. The weights, in their compute type, are all in memory for it."""
+    stored_params = list(_params(engine, exclude_frozen))
+    need = sum(stored.placed.info.nbytes for stored in stored_params)
+    available = metrics.memory_available_bytes()
+    if need > available:
+        raise OffloadError(
+            f"{file.name} as a pickle needs {format_bytes(need)} of memory at once, {format_bytes(available)}"
+            " are available; give a name that ends in .safetensors, which is written tensor by tensor"
+        )
+    state: dict[str, torch.Tensor] = {}
+    for stored in stored_params:
+        value = read_weight(engine, stored)
+        state.update(dict.fromkeys(stored.names, value))
+    state.update({name: tensor.detach() for name, tensor in persistent_buffers(module)})
+    with _replacing(file) as temporary:
+        torch.save(state, temporary.path)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that ``state_dict()`` holds."""
+    for prefix, child in module.named_modules():
+        for name, tensor in child._buffers.items():
+            if tensor is not None and name not in child._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+class _replacing:  # noqa: N801  (used as a statement)
+    """A temporary file beside ``file`` that takes its place if all goes well, and leaves no trace if not."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.path = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+
+    def __enter__(self) -> _replacing:
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{self._file.parent} cannot be written: {error.strerror}; give another directory"
+            ) from error
+        return self
+
+    def __exit__(self, kind: Any, _error: Any, _trace: Any) -> None:
+        if kind is None:
+            self.path.replace(self._file)
+        else:
+            self.path.unlink(missing_ok=True)
+
+
+def _params(engine: OffloadEngine, exclude_frozen: bool) -> Iterator[StoredParam]:
+    for unit in engine.partition.units:
+        yield from (stored for stored in unit if stored.trainable or not exclude_frozen)
+
+
+def _config_of(module: nn.Module) -> dict[str, Any] | None:
+    """The ``config.json`` of a model of transformers; None of any other."""
+    to_dict = getattr(getattr(module, "config", None), "to_dict", None)
+    if not callable(to_dict):
+        return None
+    config: dict[str, Any] = dict(to_dict())
+    if not config.get("architectures"):
+        config["architectures"] = [type(module).__name__]
+    return config

@@ -1,0 +1,230 @@
+"""Values in and out of a live engine: state dicts, gather, init, export. Oracle: the values themselves."""
+
+import contextlib
+
+import pytest
+import torch
+from models import Placement, Training, train_offloaded
+from torch import nn
+
+import offload
+from offload.errors import CheckpointError, OffloadError
+
+PLACEMENTS = [Placement("none", "none"), Placement("nvme", "nvme"), Placement("nvme", "cpu", "backward")]
+
+
+@contextlib.contextmanager
+def prepared(training, placement, swap_path, model=None):
+    model = training.model() if model is None else model
+    model, optimizer = offload.prepare(model, training.config(placement, swap_path))
+    try:
+        yield model, optimizer
+    finally:
+        optimizer.engine.close()
+
+
+def half_up(master):
+    """bf16 with ties away from zero, by the definition: add half of the last place, cut off."""
+    return ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def steps(model, optimizer, batches):
+    losses = []
+    for batch in batches:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_dict_is_full_and_true(precision, placement, swap_path):
+    training = Training(precision=precision, tied=True, frozen="blocks.0")
+    original = {name: value.clone() for name, value in training.model().state_dict().items()}
+    with prepared(training, placement, swap_path) as (model, _):
+        state = model.state_dict()
+        assert state.keys() == original.keys()
+        for name, value in state.items():
+            if precision == "bf16":
+                frozen = name.startswith("blocks.0")
+                expected = original[name].bfloat16() if frozen else half_up(original[name])
+            else:
+                expected = original[name]
+            assert torch.equal(value, expected), name
+        inner = model.blocks[1].state_dict()
+        assert all(torch.equal(value, state[f"blocks.1.{name}"]) for name, value in inner.items())
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_load_state_dict_goes_to_where_it_is(placement, swap_path):
+    training = Training(precision="bf16", tied=True)
+    other = Training(precision="bf16", tied=True, seed=5).model().to(torch.bfloat16).state_dict()
+    with prepared(training, placement, swap_path) as (model, optimizer):
+        model.load_state_dict(other)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, other[name]), name
+        masters = Training(seed=6, tied=True).model().state_dict()
+        model.load_state_dict(masters)  # wider than bf16: taken over exactly
+        for stored in optimizer.engine.partition.trainable:
+            master = offload.read_master(optimizer.engine, stored)
+            assert torch.equal(master, masters[stored.name]), stored.name
+        with pytest.raises(OffloadError, match="assign"):
+            model.load_state_dict(other, assign=True)
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            model.load_state_dict({**other, "norm.weight": torch.ones(3)})
+
+
+@pytest.mark.parametrize("second", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("first", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_goes_on_from_state_dicts(precision, first, second, swap_path):
+    """Three steps, state dicts into a fresh model on another placement, three steps: six steps without a break."""
+    training = Training(precision=precision, steps=6)
+    batches = training.batches()
+    unbroken = train_offloaded(training, Placement(), swap_path)
+    with prepared(training, first, swap_path) as (model, optimizer):
+        losses = steps(model, optimizer, batches[:3])
+        optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+        weights, state = model.state_dict(), optimizer.state_dict()
+    fresh = Training(precision=precision, seed=99).model()
+    with prepared(training, second, swap_path, fresh) as (model, optimizer):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        losses += steps(model, optimizer, batches[3:])
+        for stored, values in offload.optimizer_state(optimizer.engine):
+            expected = unbroken.moments[stored.name]
+            assert torch.equal(torch.stack([values["exp_avg"], values["exp_avg_sq"]]), expected)
+            assert torch.equal(offload.read_master(optimizer.engine, stored), unbroken.masters[stored.name])
+    assert losses == unbroken.losses
+
+
+def test_torch_adam_state_is_understood(swap_path):
+    """A torch AdamW after three steps, continued by the engine, against the same AdamW continued by torch."""
+    training = Training(steps=6)
+    batches = training.batches()
+    plain = training.model()
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.01)
+    steps(plain, reference, batches[:3])
+    weights, state = {k: v.clone() for k, v in plain.state_dict().items()}, reference.state_dict()
+    with prepared(training, Placement("nvme", "nvme"), swap_path) as (model, optimizer):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        torch.testing.assert_close(
+            steps(model, optimizer, batches[3:]), steps(plain, reference, batches[3:]), rtol=1e-5, atol=0
+        )
+
+
+def test_state_of_another_model_is_refused_whole(swap_path):
+    training = Training()
+    with prepared(training, Placement("nvme", "nvme"), swap_path) as (model, optimizer):
+        steps(model, optimizer, training.batches()[:1])
+        before = optimizer.state_dict()
+        wrong = optimizer.state_dict()
+        wrong["state"][3]["exp_avg"] = torch.zeros(5)
+        wrong["param_groups"][0]["lr"] = 7.0
+        with pytest.raises(CheckpointError, match="exp_avg of shape"):
+            optimizer.load_state_dict(wrong)
+        wrong["param_groups"][0]["params"] = [0]
+        with pytest.raises(CheckpointError, match="groups of"):
+            optimizer.load_state_dict(wrong)
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        assert all(
+            torch.equal(after["state"][i][key], before["state"][i][key])
+            for i in before["state"]
+            for key in before["state"][i]
+        )
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_gather(placement, swap_path):
+    training = Training(precision="bf16")
+    with prepared(training, placement, swap_path) as (model, optimizer):
+        engine = optimizer.engine
+        masters = {s.name: offload.read_master(engine, s) for s in engine.partition.trainable}
+        with offload.gather(model):
+            assert all(torch.equal(p, half_up(masters[n])) for n, p in model.named_parameters())
+            model.norm.weight.data.fill_(3.0)  # not kept: modify is False
+        weight = model.blocks[2].up.weight
+        with offload.gather([weight], modify=True):
+            weight.data[0] = 0.5
+        for stored in engine.partition.trainable:
+            expected = masters[stored.name].clone()
+            if stored.name == "blocks.2.up.weight":
+                expected[0] = 0.5
+            assert torch.equal(offload.read_master(engine, stored), expected), stored.name
+        steps(model, optimizer, training.batches()[:2])
+
+
+def test_gather_leaves_strangers_alone():
+    param = nn.Parameter(torch.ones(3))
+    with offload.gather(param, modify=True):
+        param.data.mul_(2)
+    assert torch.equal(param, torch.full((3,), 2.0))
+
+
+def test_absent_parameters_are_never_plausible(swap_path):
+    with prepared(Training(precision="bf16"), Placement("nvme", "nvme"), swap_path) as (model, optimizer):
+        params = dict(model.named_parameters())
+        param = params["blocks.1.up.weight"]
+        assert param.shape == (256, 64) and param.numel() == 256 * 64 and param.dtype is torch.bfloat16
+        assert param.isnan().all()
+        with pytest.raises(RuntimeError, match="more than one element"):
+            param.data.mul_(2.0)
+        assert not model.blocks[1].up.weight.isnan().any(), "reading it as an attribute makes it present"
+        assert optimizer.engine.partition.is_absent(params["head.weight"])
+        params["head.weight"].data.zero_()  # torch lets this one through
+        with pytest.raises(OffloadError, match=r"head.weight was written to while absent"):
+            model(torch.zeros(1, 4, dtype=torch.long))
+        model(torch.zeros(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_init_builds_the_same_model(precision, swap_path):
+    """Built inside offload.init with hardly any memory, a model starts from the same bits as outside."""
+    training = Training(precision=precision)
+    config = training.config(Placement("nvme", "nvme"), swap_path)
+    config["memory"] = {"host_bytes": "600KiB"}  # a quarter of it may be alive: less than one block
+    outside = {name: value.clone() for name, value in training.model().state_dict().items()}
+    with offload.init(config):
+        model = training.model()
+        for param in model.parameters():  # as a constructor's last loop over everything would
+            param.data.add_(0.0)
+    del config["memory"]
+    model, optimizer = offload.prepare(model, config)
+    with contextlib.closing(optimizer.engine):
+        for stored in optimizer.engine.partition.trainable:
+            assert torch.equal(offload.read_master(optimizer.engine, stored), outside[stored.name])
+        steps(model, optimizer, training.batches()[:1])
+
+
+def test_init_that_fails_leaves_nothing(swap_path):
+    config = Training().config(Placement("nvme", "nvme"), swap_path)
+    with pytest.raises(ZeroDivisionError), offload.init(config):
+        nn.Linear(10, 10)
+        raise ZeroDivisionError
+
+
+def test_two_engines_do_not_mix(swap_path):
+    """Two models of the same shapes, same path, in turns: each as if it were alone."""
+    first, second = Training(seed=1), Training(seed=2)
+    alone = [train_offloaded(t, Placement("nvme", "nvme"), swap_path) for t in (first, second)]
+    placement = Placement("nvme", "nvme")
+    with prepared(first, placement, swap_path) as (model1, optimizer1):
+        with prepared(second, placement, swap_path) as (model2, optimizer2):
+            losses = [[], []]
+            for batch1, batch2 in zip(first.batches(), second.batches(), strict=True):
+                losses[0] += steps(model1, optimizer1, [batch1])
+                losses[1] += steps(model2, optimizer2, [batch2])
+    assert losses == [outcome.losses for outcome in alone]
+
+
+def test_closed_engine_says_so(swap_path):
+    with prepared(Training(), Placement("nvme", "nvme"), swap_path) as (model, optimizer):
+        pass
+    optimizer.engine.close()
+    with pytest.raises(OffloadError, match="closed"):
+        optimizer.step()
