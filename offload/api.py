@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import construct, lifetime, metrics
+from . import construct, lifetime
 from .access import gathered
 from .checkpoint import StateDictHooks
 from .config import OffloadConfig
@@ -26,13 +25,11 @@ from .matmul import WideLinears, bf16_is_native
 from .models.pretrained import build_meta_model, open_checkpoint
 from .optimizer import OffloadOptimizer
 from .partition import Partition
-from .plan import CHUNK_ELEMENTS_MAX, WEIGHT_ITEMSIZE, Home, MemoryPlan, Placement
+from .placement import nvme_path_of, placement_of, refuse_unbuilt
+from .plan import MemoryPlan
 from .store import SwapStore
 
 logger = logging.getLogger("offload")
-
-HOST_SHARE = 0.8
-"""Of the memory that is available at the start, for `memory.host_bytes: "auto"`."""
 
 ConfigLike = OffloadConfig | Mapping[str, Any] | str | Path
 
@@ -175,85 +172,6 @@ def gather(params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bo
 def open_engines() -> list[OffloadEngine]:
     """The engines of this process that have not been closed."""
     return [resource for resource in lifetime.opened() if isinstance(resource, OffloadEngine)]
-
-
-def placement_of(config: OffloadConfig) -> Placement:
-    """What a configuration asks for, with the budgets of this machine where it says "auto"."""
-    zero, memory = config.zero_optimization, config.memory
-    precision = config.precision
-    if precision == "fp16":
-        raise AssertionError("fp16 is refused before this")
-    accumulation = config.resolve_batch(1).accumulation
-    update = zero.offload_optimizer.update
-    grad_itemsize = WEIGHT_ITEMSIZE[precision]
-    if config.data_types.grad_accum_dtype == "fp32" or (
-        config.data_types.grad_accum_dtype is None and accumulation > 1
-    ):
-        grad_itemsize = 4
-    host_bytes = memory.host_bytes
-    if host_bytes == "auto":
-        host_bytes = int(metrics.memory_available_bytes() * HOST_SHARE)
-    return Placement(
-        precision=precision,
-        param_home=_home(zero.offload_param.device),
-        state_home=_home(zero.offload_optimizer.device),
-        update="backward" if update == "backward" else "step",
-        grad_itemsize=grad_itemsize,
-        micro_batches=accumulation,
-        host_bytes=host_bytes,
-        nvme_bytes=None if memory.nvme_bytes == "auto" else memory.nvme_bytes,
-        chunk_elements_max=min(zero.sub_group_size or CHUNK_ELEMENTS_MAX, CHUNK_ELEMENTS_MAX),
-    )
-
-
-def nvme_path_of(config: OffloadConfig) -> str | None:
-    """The one directory for swap files; None where nothing is homed on nvme."""
-    zero = config.zero_optimization
-    paths = [path.path for block in (zero.offload_param, zero.offload_optimizer) for path in block.nvme_paths]
-    return next(iter(paths), None)
-
-
-def refuse_unbuilt(config: OffloadConfig) -> None:
-    """Raises ConfigError naming every setting that this version does not carry out yet."""
-    zero, problems = config.zero_optimization, []
-
-    def refuse(path: str, what: str, instead: str) -> None:
-        problems.append(f"{path}: {what} is not built yet; {instead}")
-
-    if config.precision == "fp16":
-        refuse("fp16.enabled", "fp16 training", "use bf16, which needs no loss scale, or fp32")
-    if zero.offload_optimizer.state_format != "fp32":
-        refuse(
-            "zero_optimization.offload_optimizer.state_format",
-            f"the format {zero.offload_optimizer.state_format!r}",
-            "use 'fp32', the exact one",
-        )
-    if zero.offload_optimizer.update == "deferred":
-        refuse("zero_optimization.offload_optimizer.update", "'deferred'", "use 'step' or 'backward'")
-    for block in ("offload_param", "offload_optimizer"):
-        if getattr(zero, block).device == "auto":
-            refuse(f"zero_optimization.{block}.device", "'auto'", "choose none, cpu or nvme")
-    paths = {path.path for block in (zero.offload_param, zero.offload_optimizer) for path in block.nvme_paths}
-    if len(paths) > 1:
-        refuse(
-            "zero_optimization",
-            "swapping to several paths",
-            f"use one of {', '.join(sorted(paths))} for both",
-        )
-    if config.durability.generations == 2:
-        refuse(
-            "durability.generations", "a second generation", "use 1: the swap files do not outlive the run"
-        )
-    if config.micro_batching == "per_unit":
-        refuse("micro_batching", "'per_unit'", "use 'per_step'")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        refuse("WORLD_SIZE", "training on several ranks", "start one process")
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def _home(device: str) -> Home:
-    return "nvme" if device == "nvme" else "host"
 
 
 def _groups(

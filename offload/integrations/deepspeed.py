@@ -34,11 +34,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..api import ConfigLike, prepare, refuse_unbuilt
+from ..api import ConfigLike, prepare
 from ..config import BatchSizes, OffloadConfig
 from ..errors import ConfigError, OffloadError
 from ..ledger import Ledger
 from ..optimizer import OffloadOptimizer
+from ..placement import refuse_unbuilt
 from ..plan import MemoryPlan
 from . import saving
 from .client import ClientOptimizer, bind_scheduler, check_scheduler, read_optimizer

@@ -17,6 +17,8 @@ from ..errors import ConfigError, TransferError
 log = logging.getLogger(__name__)
 
 TEXT_SUFFIXES: Final = frozenset({".txt", ".md", ".py", ".rst", ".text", ".jsonl"})
+PACKAGE_FOLDERS: Final = frozenset({"site-packages", "dist-packages"})
+SKIPPED_FOLDERS: Final = PACKAGE_FOLDERS | {"__pycache__"}
 PIECE_BYTES: Final = 256 * KiB
 """Text is decoded and tokenised in pieces of about this size: a tokenizer's objects are ~100 times its
 text."""
@@ -49,7 +51,9 @@ class ReadStats:
 def find_files(data: str | os.PathLike[str]) -> list[SourceFile]:
     """The text files at ``data``: the file itself, whatever its name, or those below a folder, sorted.
 
-    Hidden folders and ``__pycache__`` are left out, as is what is no regular file: opening a pipe would wait
+    Hidden folders, ``__pycache__`` and installed packages (``site-packages``, ``dist-packages``) below the
+    folder are left out: on many machines Python's own library holds gigabytes of other people's packages.
+    Give such a folder itself to read it. What is no regular file is left out too: opening a pipe would wait
     for ever.
     """
     root = Path(data)
@@ -69,7 +73,10 @@ def find_files(data: str | os.PathLike[str]) -> list[SourceFile]:
         raise ConfigError(f"data {root} is neither a file nor a folder; give a text file or a folder")
     found, skipped = [], 0
     for folder, names, files in os.walk(root):
-        names[:] = sorted(name for name in names if not name.startswith(".") and name != "__pycache__")
+        packages = [name for name in names if name in PACKAGE_FOLDERS]
+        if packages:
+            log.info("data %s: left out the installed packages in %s", root, Path(folder, packages[0]))
+        names[:] = sorted(name for name in names if not (name.startswith(".") or name in SKIPPED_FOLDERS))
         for name in sorted(files):
             path = Path(folder, name)
             if path.suffix.lower() not in TEXT_SUFFIXES:

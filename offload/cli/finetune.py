@@ -1,0 +1,132 @@
+"""``offload finetune``: everything that can be wrong is looked at first, then `training` does it.
+
+Up to the end of :func:`check` nothing has been created and torch has not been imported.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import typer
+
+from .. import metrics
+from ..config import BatchSizes, OffloadConfig
+from ..errors import ConfigError
+from ..models.documents import find_files
+from ..placement import placement_of, refuse_unbuilt
+from ..plan import MemoryPlan, Placement
+from .failures import StopSignals
+from .memory import limit_hoarding
+from .outputs import OutDirectory, check_export
+from .progress import make_display
+from .sources import CheckpointSource, ModelSource, check_seq, inventory_of, open_source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The command line, as given."""
+
+    config_path: Path
+    model: str
+    data: Path
+    steps: int
+    seq: int
+    out: Path | None
+    export: Path | None
+    field: str
+    tokenizer: Path | None
+    seed: int
+    quiet: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A request that has been checked."""
+
+    request: Request
+    config: OffloadConfig
+    """As given, but for `memory.host_bytes`, which is a number: "auto" is asked of the machine once."""
+    config_digest: str
+    """Of the configuration as given."""
+    batch: BatchSizes
+    source: ModelSource
+    tokenizer: Path | None
+    placement: Placement
+    out: OutDirectory
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch.train * self.request.seq
+
+
+def run(request: Request) -> None:
+    """Carries out the command. See ``failures`` for how it ends when it does not succeed."""
+    limit_hoarding()
+    with StopSignals() as signals:
+        job = check(request)
+        _show_warnings()
+        display = make_display(quiet=request.quiet, steps_per_line=job.config.steps_per_print)
+        if not request.quiet:
+            display.say(f"configuration {request.config_path} ({job.config_digest})")
+            for line in job.config.describe():
+                display.say(f"  {line}")
+            for note in job.config.notes:
+                display.say(f"note: {note}")
+        import torch  # noqa: F401  # the two seconds it takes are spent when the command is known to make sense
+
+        rss_start_bytes = metrics.rss_bytes()
+        from .training import finetune
+
+        finetune(job, display, signals, rss_start_bytes=rss_start_bytes)
+
+
+def check(request: Request) -> Job:
+    """Looks at every argument and computes the plan, from names and shapes.
+
+    Raises:
+        ConfigError, CheckpointError, PlanError: what is wrong, and the way out.
+    """
+    config = OffloadConfig.from_file(request.config_path)
+    refuse_unbuilt(config)
+    batch = config.resolve_batch(1)
+    source = open_source(request.model)
+    check_seq(source, request.seq)
+    tokenizer = request.tokenizer
+    if tokenizer is None and isinstance(source, CheckpointSource):
+        tokenizer = source.checkpoint.path
+    if tokenizer is not None and not tokenizer.exists():
+        raise ConfigError(f"--tokenizer {tokenizer}: does not exist; give a tokenizer.json or its directory")
+    if not any(file.size for file in find_files(request.data)):
+        raise ConfigError(f"data {request.data} is empty; give a file or folder with text in it")
+    out = OutDirectory(request.out or Path("runs", request.config_path.stem))
+    if request.export is not None:
+        check_export(request.export)
+    placement = placement_of(config)
+    pinned = replace(config, memory=replace(config.memory, host_bytes=placement.host_bytes))
+    MemoryPlan.build(placement, inventory_of(config, source, source.shapes(), request.seq))
+    return Job(
+        request=request,
+        config=pinned,
+        config_digest=config.digest(),
+        batch=batch,
+        source=source,
+        tokenizer=tokenizer,
+        placement=placement,
+        out=out,
+    )
+
+
+class _WarningLines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        typer.echo(f"warning: {record.getMessage()}", err=True)
+
+
+def _show_warnings() -> None:
+    """The library logs and never prints; what it warns of is for the user of this command."""
+    handler = _WarningLines(logging.WARNING)
+    logger = logging.getLogger("offload")
+    if not any(isinstance(known, _WarningLines) for known in logger.handlers):
+        logger.addHandler(handler)
+        logger.propagate = False

@@ -1,0 +1,166 @@
+"""The commands and their options. See ``offload --help``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from .failures import Failures
+
+app = typer.Typer(
+    name="offload",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train and fine-tune PyTorch models that fit neither the accelerator nor RAM.\n\n"
+    "Parameters and optimizer state stream between host memory and NVMe, as a JSON configuration says"
+    " (DeepSpeed's, with a few additions). Begin with `plan`, which computes what a run needs in a moment and"
+    " changes nothing; then run the same line with `finetune`.",
+)
+
+ConfigArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG",
+        help="JSON configuration: where parameters and optimizer state live, the memory they may take, the"
+        " optimizer. `swap_configs/` has one per scenario.",
+        show_default=False,
+    ),
+]
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        metavar="DIR|preset:NAME",
+        help="A model directory saved by transformers, or a decoder with random weights: preset:demo, 10m,"
+        " 25m, 50m, 125m, 350m, 1b, 3b, 7b, 8b, 13b, 30b, 70b.",
+        show_default=False,
+    ),
+]
+StepsOption = Annotated[int, typer.Option(min=1, metavar="N", help="Optimizer steps.")]
+SeqOption = Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of one sequence.")]
+TracebackOption = Annotated[
+    bool,
+    typer.Option(
+        "--traceback", envvar="OFFLOAD_TRACEBACK", help="Show where an error was raised.", show_default=False
+    ),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"offload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+@app.command()
+def finetune(
+    config: ConfigArgument,
+    model: ModelOption,
+    data: Annotated[
+        Path,
+        typer.Option(
+            metavar="PATH",
+            help="Text to train on: a file (plain, or .jsonl), or a folder of .txt .md .rst .py .jsonl"
+            " files.",
+            show_default=False,
+        ),
+    ],
+    steps: StepsOption = 100,
+    seq: SeqOption = 256,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where report.json and the tokenised text go. Default: runs/ and the name of CONFIG.",
+            show_default=False,
+        ),
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write the trained model there at the end, as safetensors that transformers opens.",
+            show_default=False,
+        ),
+    ] = None,
+    field: Annotated[str, typer.Option(metavar="NAME", help="Where a .jsonl record has its text.")] = "text",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="A tokenizer saved by transformers, or a tokenizer.json. Default: the model's own; a preset"
+            " reads bytes.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Of a preset's first weights and of the order of the data."),
+    ] = 0,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Only plain lines of progress and the result.")
+    ] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Train a model on text. What it needs is checked, and printed as a plan, before anything starts.
+
+    Ends with a report of what moved, what waited and how much memory was used, and the same as report.json.
+    Ctrl-C stops at once and removes the swap files.
+    """
+    with Failures(traceback):
+        from .finetune import Request, run
+
+        run(
+            Request(
+                config_path=config,
+                model=model,
+                data=data,
+                steps=steps,
+                seq=seq,
+                out=out,
+                export=export,
+                field=field,
+                tokenizer=tokenizer,
+                seed=seed,
+                quiet=quiet,
+            )
+        )
+
+
+@app.command()
+def plan(
+    config: ConfigArgument,
+    model: ModelOption,
+    steps: StepsOption = 100,
+    seq: SeqOption = 256,
+    gb_per_second: Annotated[
+        float | None,
+        typer.Option(
+            "--gb-per-second",
+            metavar="X",
+            help="Bandwidth of the drive in GB/s, to predict the seconds of I/O in a step.",
+            show_default=False,
+        ),
+    ] = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """Show what a run would need: memory by purpose, bytes per step, the drive's life. Changes nothing.
+
+    Exit status 2, with the sum and the setting that fits, where a budget is too small.
+    """
+    with Failures(traceback):
+        from .plan import show_plan
+
+        show_plan(config, model, steps=steps, seq=seq, gb_per_second=gb_per_second)

@@ -1,0 +1,93 @@
+"""``offload plan``: what a run would need, computed from names and shapes alone. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import typer
+
+from ..bytesize import format_bytes
+from ..config import OffloadConfig
+from ..errors import ConfigError
+from ..placement import placement_of, refuse_unbuilt
+from ..plan import MemoryPlan
+from .sources import activation_note, check_seq, inventory_of, open_source
+
+DRIVE_LIFE_BYTES = 600e12
+"""What a consumer drive of 1 TB is warranted to take (600 TBW)."""
+
+
+def show_plan(
+    config_path: Path, model: str, *, steps: int, seq: int, gb_per_second: float | None = None
+) -> None:
+    """Prints the plan of a run of ``steps`` steps.
+
+    Raises:
+        ConfigError, CheckpointError, PlanError: as the run itself would.
+    """
+    if gb_per_second is not None and not gb_per_second > 0:
+        raise ConfigError(f"--gb-per-second must be above 0, got {gb_per_second:g}")
+    config = OffloadConfig.from_file(config_path)
+    refuse_unbuilt(config)
+    batch = config.resolve_batch(1)
+    source = open_source(model)
+    check_seq(source, seq)
+    placement = placement_of(config)
+    plan = MemoryPlan.build(placement, inventory_of(config, source, source.shapes(), seq))
+    tokens = batch.train * seq
+    typer.echo(
+        f"{source.name} with {config_path}:"
+        f" {steps} steps of {batch.micro} x {batch.accumulation} sequences of {seq} tokens"
+    )
+    typer.echo(plan.report())
+    typer.echo(activation_note(config, source, seq))
+    for line in (*_units(plan), *_traffic(plan), *_drive(plan, steps, tokens, gb_per_second)):
+        typer.echo(line)
+
+
+def _units(plan: MemoryPlan) -> Iterator[str]:
+    """Every unit; neighbours of equal size share a line."""
+    yield "units, in the order of use"
+    for (elements, weight_bytes), group in groupby(
+        plan.inventory.units, key=lambda unit: (unit.elements, unit.weight_bytes)
+    ):
+        units = list(group)
+        names = units[0].name if len(units) == 1 else f"{len(units)} x {units[0].name} ... {units[-1].name}"
+        state = elements * plan.placement.state_itemsize
+        yield (
+            f"  {names}: {elements / 1e6:.2f} M elements, weights {format_bytes(weight_bytes)},"
+            f" state {format_bytes(state)}"
+        )
+
+
+def _traffic(plan: MemoryPlan) -> Iterator[str]:
+    """Bytes of a step that is not the first, by link and plane."""
+    steady = plan.bytes_moved(4) - plan.bytes_moved(3)
+    if not steady:
+        yield "nothing is homed on nvme: no link moves anything"
+        return
+    yield "bytes per step, from the second on"
+    for (link, plane), size in (*sorted(steady.items()), (("in all", ""), steady.total())):
+        per_parameter = size / plan.inventory.trainable_parameters
+        yield f"  {link:11} {plane:11} {format_bytes(size):>10}  {per_parameter:6.2f} B per parameter"
+
+
+def _drive(plan: MemoryPlan, steps: int, tokens: int, gb_per_second: float | None) -> Iterator[str]:
+    moved = plan.bytes_moved(steps) + plan.bytes_at_start()
+    written = sum(size for (link, _), size in moved.items() if link == "nvme_write")
+    if not written:
+        return
+    yield (
+        f"{steps} steps write {written / 1e12:.3f} TB, {written / DRIVE_LIFE_BYTES:.3%} of the life of a"
+        f" drive of 600 TBW; such a drive takes {int(DRIVE_LIFE_BYTES / written * steps):,} steps"
+    )
+    if gb_per_second is not None:
+        steady = plan.bytes_moved(4) - plan.bytes_moved(3)
+        seconds = steady.total() / (gb_per_second * 1e9)
+        yield (
+            f"at {gb_per_second:g} GB/s, reads and writes together, a step's I/O takes {seconds:.2f} s,"
+            f" {steps} steps' {(moved.total()) / (gb_per_second * 1e9):,.0f} s:"
+            f" at most {tokens / seconds:,.0f} tokens/s"
+        )

@@ -1,0 +1,216 @@
+"""The run itself: data, model, engine, loop, report, export. It cleans up on every way out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..api import prepare
+from ..checkpoint import export
+from ..integrations.schedulers import build_scheduler
+from ..models.text import TextDataset, load_tokenizer
+from ..optimizer import OffloadOptimizer
+from ..placement import nvme_path_of
+from ..plan import MemoryPlan
+from ..store import SwapDirectory
+from .building import build, fill_later, hf_config, shapes_of
+from .failures import Stopped, StopSignals, describe
+from .memory import give_back, keep_compiler_out
+from .progress import Display, Meter
+from .report import Account, build_report, table
+from .sources import PresetSource, activation_note, inventory_of
+
+if TYPE_CHECKING:
+    from .finetune import Job
+
+
+def finetune(job: Job, display: Display, signals: StopSignals, *, rss_start_bytes: int) -> None:
+    """Trains as the job says and leaves report.json, and the exported model.
+
+    Raises:
+        OffloadError, Stopped: the run ended early. Before its first step nothing is left; after it, the
+            report.
+    """
+    request = job.request
+    try:
+        dataset = _open_data(job, display)
+        model, optimizer = _prepare(job, display)
+    except Stopped as stopped:
+        job.out.undo()
+        _say_stopped(display, stopped, "before the first step; nothing is left behind")
+        raise
+    except BaseException:
+        job.out.undo()
+        raise
+    engine = optimizer.engine
+    account = Account(request.steps, job.tokens_per_step, rss_start_bytes, [])
+    try:
+        _train(job, display, signals, model, optimizer, dataset, account)
+        engine.report()
+        _write_report(job, display, optimizer, account)
+        if request.export is not None:
+            with display.task(f"exporting to {request.export}"):
+                _export(job, model, optimizer)
+            display.say(f"the model is in {request.export}")
+    except (Stopped, Exception) as error:
+        engine.close()  # first: whatever else fails, no swap file stays
+        account.stopped_by = error.name if isinstance(error, Stopped) else describe(error)
+        with contextlib.suppress(OSError):  # the report of a failed run must not hide why it failed
+            _write_report(job, display, optimizer, account)
+        if isinstance(error, Stopped):
+            done = engine.ledger.steps
+            _say_stopped(
+                display,
+                error,
+                f"after {done} of {request.steps} steps; the trained weights are lost, as nothing is saved"
+                f" before the end; swap files are removed, {job.out.path}/report.json is kept",
+            )
+        raise
+    finally:
+        engine.close()
+
+
+def _say_stopped(display: Display, stopped: Stopped, what: str) -> None:
+    display.say(f"stopped by {stopped.name} {what}")
+
+
+def _open_data(job: Job, display: Display) -> TextDataset:
+    """Tokenises the data into the out directory, or finds it there."""
+    request = job.request
+    _check_swap_path(job)
+    tokenizer = load_tokenizer(job.tokenizer)
+    if isinstance(job.source, PresetSource):
+        keep_compiler_out()  # transformers, which the other source needs, loads it in any case
+    job.out.make()
+    with display.task(f"tokenising {request.data}") as advance:
+        dataset = TextDataset(
+            request.data,
+            tokenizer,
+            seq=request.seq,
+            cache_dir=job.out.cache,
+            micro_batch=job.batch.micro,
+            seed=request.seed,
+            field=request.field,
+            model_vocab_size=job.source.vocab_size,
+            progress=advance,
+        )
+    display.say(
+        f"data: {dataset.num_tokens:,} tokens, {dataset.num_sequences:,} sequences of {request.seq};"
+        f" the run reads {request.steps * job.batch.train:,}"
+    )
+    return dataset
+
+
+def _check_swap_path(job: Job) -> None:
+    """Finds out now whether the swap files can be made, rather than after the data has been tokenised."""
+    path = nvme_path_of(job.config)
+    if path is None:
+        return
+    plan = MemoryPlan.build(
+        job.placement, inventory_of(job.config, job.source, job.source.shapes(), job.request.seq)
+    )
+    directory = SwapDirectory(path)
+    try:
+        directory.check_space(plan.bytes_total("nvme"))
+    finally:
+        directory.close()
+
+
+def _prepare(job: Job, display: Display) -> tuple[nn.Module, OffloadOptimizer]:
+    """Builds the model, shows the plan, and moves every value to its home."""
+    request = job.request
+    model, read = build(job.source, seed=request.seed)
+    inventory = inventory_of(job.config, job.source, shapes_of(model), request.seq)
+    if not request.quiet:
+        display.say(f"plan of {job.source.name}")
+        display.say(MemoryPlan.build(job.placement, inventory).report())
+        display.say(activation_note(job.config, job.source, request.seq))
+    with display.task("moving the model to its home") as advance:
+        fill_later(model, read, advance)
+        model, optimizer = prepare(model, job.config, activation_bytes=inventory.activation_bytes)
+    give_back()
+    return model, optimizer
+
+
+def _train(
+    job: Job,
+    display: Display,
+    signals: StopSignals,
+    model: nn.Module,
+    optimizer: OffloadOptimizer,
+    dataset: TextDataset,
+    account: Account,
+) -> None:
+    steps, ledger = job.request.steps, optimizer.engine.ledger
+    scheduler = build_scheduler(job.config, optimizer, total_steps=steps)
+    meter = Meter(ledger, steps=steps, tokens_per_step=job.tokens_per_step)
+    with display.training(steps) as show:
+        for step in range(1, steps + 1):
+            refused = ledger.skipped_steps
+            losses = [
+                _micro_step(model, dataset.next_batch(), job.batch.accumulation)
+                for _ in range(job.batch.accumulation)
+            ]
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduler is not None and ledger.skipped_steps == refused:
+                scheduler.step()
+            account.losses.append(sum(losses) / len(losses))
+            account.seconds = meter.seconds
+            signals.check()
+            if display.wants(step, steps):
+                show(meter.figures(step, account.losses[-1]))
+
+
+def _micro_step(model: nn.Module, batch: dict[str, torch.Tensor], accumulation: int) -> float:
+    """Forward and backward; nothing of either outlives it but the gradients."""
+    output = model(**batch)
+    loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
+    del output  # and with it the logits
+    (loss / accumulation).backward()
+    return float(loss.detach())
+
+
+def _write_report(job: Job, display: Display, optimizer: OffloadOptimizer, account: Account) -> None:
+    engine, request = optimizer.engine, job.request
+    about = {
+        "model": job.source.name,
+        "data": str(request.data),
+        "seq": request.seq,
+        "micro_batch": job.batch.micro,
+        "accumulation": job.batch.accumulation,
+        "seed": request.seed,
+        "config_path": str(request.config_path),
+        "config_digest": job.config_digest,
+        "config": job.config.to_dict(),
+    }
+    report = build_report(account, engine.plan, engine.report(), about)
+    path = job.out.write_report(report)
+    for line in table(report):
+        display.say(line)
+    display.say(f"report: {path}")
+
+
+def _export(job: Job, model: nn.Module, optimizer: OffloadOptimizer) -> None:
+    request = job.request
+    if request.export is None:
+        raise AssertionError("nothing to export to")
+    tokenizer = job.tokenizer
+    export(
+        optimizer.engine,
+        request.export,
+        config=hf_config(job.source, job.config.precision, load_tokenizer(tokenizer).eos_id),
+        buffers=_persistent_buffers(model),
+        tokenizer_files=tokenizer.parent if tokenizer is not None and tokenizer.is_file() else tokenizer,
+    )
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
