@@ -35,9 +35,12 @@ class Kind(ABC):
         """The value as JSON, such that reading it again gives the same value."""
         return value
 
-    @abstractmethod
     def schema(self) -> dict[str, Any]:
-        """What this kind accepts, as JSON Schema; null and, for most, "auto" are added by the caller."""
+        """What this kind accepts, as JSON Schema; null and, for most, "auto" are added by the caller.
+
+        Blocks have none of their own: the generator of the schema goes into them.
+        """
+        raise AssertionError(f"{type(self).__name__} has no schema of its own")
 
 
 class Switch(Kind):
@@ -135,6 +138,7 @@ class Real(Kind):
 
 
 def check_range(found: float, minimum: float | None, maximum: float | None) -> None:
+    """Raises UnfitError where a number is out of its bounds."""
     if minimum is not None and found < minimum:
         raise UnfitError(f"{show(found)} is below {minimum:g}; write {minimum:g} or more")
     if maximum is not None and found > maximum:
