@@ -145,7 +145,12 @@ def test_bindings_are_the_only_cpp_that_knows_python_and_nothing_knows_torch():
 
 def test_cpp_layers():
     """bindings -> {io, optim} -> util."""
-    allowed = {"bindings": {"io", "optim", "util"}, "io": {"io", "util"}, "optim": {"optim", "util"}, "util": {"util"}}
+    allowed = {
+        "bindings": {"io", "optim", "util"},
+        "io": {"io", "util"},
+        "optim": {"optim", "util"},
+        "util": {"util"},
+    }
     for path in sorted(CSRC.rglob("*")):
         if path.suffix in (".cpp", ".h"):
             folders = set(re.findall(r'#include "(\w+)/', path.read_text()))
@@ -155,7 +160,11 @@ def test_cpp_layers():
 def test_every_named_note_exists():
     """`Note [Title]` is written once as a heading and referred to by that title."""
     text = {path: path.read_text() for path in OWN_TEXT if path.suffix in (".py", ".cpp", ".h")}
-    titles = {m for body in text.values() for m in re.findall(r"^\s*(?:// |# )?Note \[([^\]]+)\]$", body, re.MULTILINE)}
+    titles = {
+        m
+        for body in text.values()
+        for m in re.findall(r"^\s*(?:// |# )?Note \[([^\]]+)\]$", body, re.MULTILINE)
+    }
     for path, body in text.items():
         for title in re.findall(r"[Ss]ee (?:\w+\.\w+, )?Note \[([^\]]+)\]", body):
             assert title in titles or title.endswith("..."), f"{path}: Note [{title}] does not exist"
