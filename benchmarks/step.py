@@ -119,10 +119,12 @@ def ours(options: argparse.Namespace, name: str) -> Callable[[torch.Tensor], tor
             "stage": 3,
             "offload_param": {"device": "nvme" if name == "nvme" else "cpu", **path},
             "offload_optimizer": {
-                "device": "cpu" if name == "cpu" else "nvme", "update": "backward" if backward else "step", **path,
+                "device": "cpu" if name == "cpu" else "nvme",
+                "update": "backward" if backward else "step",
+                **path,
             },
         },
-    }  # fmt: skip
+    }
     model, optimizer = offload.prepare(make_model(options), config)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
@@ -202,9 +204,13 @@ class Contestant:
         environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
             [python, "-m", "benchmarks.step", "--serve", name, *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
             cwd=ROOT,
-        )  # fmt: skip
+        )
         self.answers: list[dict[str, float]] = []
         self._read(READY)
 
@@ -294,7 +300,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{'':16} {'median':>8} {'min':>8} {'max':>8} {'peak RSS':>10} {'loss':>9}  x {rows[0]['name']}")
     for row in rows:
         print(
-            f"{row['name']:16} {row['seconds_median']:7.2f}s {row['seconds_min']:7.2f}s {row['seconds_max']:7.2f}s"
+            f"{row['name']:16} {row['seconds_median']:7.2f}s"
+            f" {row['seconds_min']:7.2f}s {row['seconds_max']:7.2f}s"
             f" {row['rss_peak_bytes'] / 1e9:8.2f}GB {row['loss_last']:9.4f}"
             f"  {rows[0]['seconds_median'] / row['seconds_median']:.2f}"
         )

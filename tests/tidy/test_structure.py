@@ -168,3 +168,20 @@ def test_every_named_note_exists():
     for path, body in text.items():
         for title in re.findall(r"[Ss]ee (?:\w+\.\w+, )?Note \[([^\]]+)\]", body):
             assert title in titles or title.endswith("..."), f"{path}: Note [{title}] does not exist"
+
+
+def test_every_cpp_file_is_on_its_page():
+    page = (CSRC / "README.md").read_text()
+    named = set(re.findall(r"`(\w+)(?:\.h)?`", page))
+    stems = {
+        path.stem
+        for path in CSRC.rglob("*")
+        if path.suffix in (".cpp", ".h") and path.parent.name != "bindings"
+    }
+    assert stems <= named
+
+
+def test_readmes_point_at_files_that_exist():
+    for page in (ROOT / "README.md", PACKAGE / "README.md", CSRC / "README.md", ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page}: {target}"
