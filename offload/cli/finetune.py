@@ -6,6 +6,7 @@ Up to the end of :func:`check` nothing has been created and torch has not been i
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,6 +75,9 @@ def run(request: Request) -> None:
                 display.say(f"  {line}")
             for note in job.config.notes:
                 display.say(f"note: {note}")
+        # Workers that wait for one another by spinning take the cores from the threads that move and update
+        # chunks, and from everything else on the machine. Read by libgomp when torch loads it.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch  # noqa: F401  # the two seconds it takes are spent when the command is known to make sense
 
         rss_start_bytes = metrics.rss_bytes()

@@ -34,6 +34,8 @@ class Account:
     losses: list[float]
     seconds: float = 0.0
     """From the first forward to the end of the last step."""
+    storage_bytes: tuple[int, int] = (0, 0)
+    """Read from and written to storage in the steps, by the kernel's count: a check of the ledger."""
     stopped_by: str | None = None
     """What ended the run early: a signal or an error."""
 
@@ -71,6 +73,8 @@ def build_report(account: Account, plan: MemoryPlan, ledger: Ledger, about: dict
         "seconds": round(account.seconds, 3),
         "tokens": tokens,
         "tokens_per_second": round(tokens / account.seconds, 3) if account.seconds else None,
+        "storage_read_bytes": account.storage_bytes[0],
+        "storage_written_bytes": account.storage_bytes[1],
         **{key: moved[key] for key in ("links", "planes", "predicted", "setup", "stalls")},
     }
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from .. import metrics
 from ..api import prepare
 from ..checkpoint import export
-from ..integrations.schedulers import build_scheduler
+from ..integrations.schedulers import build_scheduler, check_schedule
 from ..models.text import TextDataset, load_tokenizer
 from ..optimizer import OffloadOptimizer
 from ..placement import nvme_path_of
@@ -81,6 +82,7 @@ def _say_stopped(display: Display, stopped: Stopped, what: str) -> None:
 def _open_data(job: Job, display: Display) -> TextDataset:
     """Tokenises the data into the out directory, or finds it there."""
     request = job.request
+    check_schedule(job.config, total_steps=request.steps)
     _check_swap_path(job)
     tokenizer = load_tokenizer(job.tokenizer)
     if isinstance(job.source, PresetSource):
@@ -147,6 +149,7 @@ def _train(
 ) -> None:
     steps, ledger = job.request.steps, optimizer.engine.ledger
     scheduler = build_scheduler(job.config, optimizer, total_steps=steps)
+    read_before, written_before = metrics.storage_bytes()
     meter = Meter(ledger, steps=steps, tokens_per_step=job.tokens_per_step)
     with display.training(steps) as show:
         for step in range(1, steps + 1):
@@ -161,6 +164,8 @@ def _train(
                 scheduler.step()
             account.losses.append(sum(losses) / len(losses))
             account.seconds = meter.seconds
+            read, written = metrics.storage_bytes()
+            account.storage_bytes = (read - read_before, written - written_before)
             signals.check()
             if display.wants(step, steps):
                 show(meter.figures(step, account.losses[-1]))

@@ -18,6 +18,7 @@ from offload.cli import building
 from offload.cli.report import Account, build_report, table
 from offload.cli.sources import PresetSource, inventory_of
 from offload.config import OffloadConfig
+from offload.integrations.schedulers import build_scheduler
 from offload.ledger import Ledger
 from offload.models.decoder import Decoder
 from offload.models.presets import DecoderConfig, num_parameters, parameter_shapes, preset
@@ -135,6 +136,15 @@ def test_bytes_are_those_predicted_and_those_of_a_formula(
         assert report["links"][link]["bytes"] == of_planes
 
 
+def test_kernel_counts_the_same_bytes(finished: tuple[Path, dict[str, Any], str]) -> None:
+    """Where I/O is direct, /proc/self/io sees what the ledger sees, but for what was in flight at the end."""
+    _, report, _ = finished
+    if not report["storage_written_bytes"]:
+        pytest.skip("the temporary folder is in memory")
+    written = report["links"]["nvme_write"]["bytes"]
+    assert report["storage_written_bytes"] == pytest.approx(written, rel=0.1)
+
+
 def test_memory_stays_in_the_plan(finished: tuple[Path, dict[str, Any], str]) -> None:
     """By the operating system's count, against the plan and an interpreter that has imported torch."""
     folder, report, _ = finished
@@ -240,13 +250,14 @@ def test_export_opens_in_transformers(tmp_path: Path, bf16: bool) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_saved_model_is_trained_as_plain_transformers_trains_it(tmp_path: Path) -> None:
-    """A tied GPT-2 with its own tokenizer, accumulated micro-batches, and the export of it."""
+    """A tied GPT-2 with its own tokenizer, accumulated micro-batches, a schedule, and the export of it."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     prepare_folder(tmp_path, {})
-    memory = {"host_bytes": "300MiB"}
+    warm_up = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_num_steps": 4}}
+    changes = {"memory": {"host_bytes": "300MiB"}, "scheduler": warm_up}
     config = run_config(
-        tmp_path / "swap", memory=memory, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=2
+        tmp_path / "swap", **changes, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=2
     )
     config["zero_optimization"]["offload_optimizer"]["update"] = "step"
     (tmp_path / "run.json").write_text(json.dumps(config))
@@ -261,7 +272,7 @@ def test_a_saved_model_is_trained_as_plain_transformers_trains_it(tmp_path: Path
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     tokenizer.save(str(tmp_path / "saved" / "tokenizer.json"))
 
-    found = run_exporting(tmp_path, model="saved", out="out", seq=24)
+    found = run_exporting(tmp_path, model="saved", out="out", seq=24, steps=3)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     state = {name for name in report["planes"] if name != "nvme_read.weight"}  # tied: its unit is used twice
     assert {name: report["planes"][name] for name in state} == {
@@ -287,6 +298,8 @@ def test_a_saved_model_is_trained_as_plain_transformers_trains_it(tmp_path: Path
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     loop = Loss()
+    scheduler = build_scheduler(OffloadConfig.from_dict(config), optimizer, total_steps=3)
+    assert scheduler is not None
     for expected in report["losses"]:
         losses = []
         for _ in range(2):
@@ -295,6 +308,7 @@ def test_a_saved_model_is_trained_as_plain_transformers_trains_it(tmp_path: Path
             losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
+        scheduler.step()
         assert expected == pytest.approx(sum(losses) / 2, rel=2e-5)
 
 
