@@ -41,20 +41,20 @@ __all__ = [
     "TransferError",
     "aio",
     "export",
-    "optimizer_state",
-    "read_master",
     "from_pretrained",
     "gather",
     "init",
     "initialize",
     "kernels",
+    "optimizer_state",
     "prepare",
+    "read_master",
 ]
 
 if TYPE_CHECKING:
     from . import aio
-    from .api import from_pretrained, gather, init, prepare
     from .access import read_master
+    from .api import from_pretrained, gather, init, prepare
     from .checkpoint import export, optimizer_state
     from .config import OffloadConfig
     from .errors import CheckpointError, ConfigError, OffloadError, PlanError, StoreError, TransferError

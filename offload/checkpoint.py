@@ -18,7 +18,6 @@ from .errors import CheckpointError, OffloadError
 from .models.pretrained import TensorSpec, write_checkpoint
 from .partition import StoredParam
 
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

@@ -238,7 +238,7 @@ def _units_of_modules(model: nn.Module, engine: OffloadEngine) -> dict[nn.Module
         if isinstance(module, _CONTAINERS):
             continue
         own = {of_param[param].unit for param in _own_params(module)}
-        everything = {param for param in module.parameters()}
+        everything = set(module.parameters())
         units = {of_param[param].unit for param in everything}
         if not own and len(units) == 1 and len(everything) == params_in[next(iter(units))]:
             own = units

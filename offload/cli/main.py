@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +9,6 @@ import typer
 
 from .. import __version__
 from .failures import Failures
-
-# torch's OpenMP threads spin while they wait for each other. The I/O thread and the kernel's threads need those
-# cores, and so does any other program: beside one busy process, spinning made a step on two cores five times
-# slower. The runtime reads this once, when torch is imported, so it is set before anything else.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 app = typer.Typer(
     name="offload",

@@ -274,6 +274,8 @@ def init_parameter_(config: DecoderConfig, name: str, parameter: Tensor) -> None
     from the same seed: so a model too large for memory can start from the same values, one parameter at a
     time.
     """
+    if parameter.is_meta:
+        return
     std = init_std(config, name)
     if std is None:
         parameter.fill_(1.0)

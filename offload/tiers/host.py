@@ -7,6 +7,7 @@ that the number of tensors looking at it can be asked for (see ``mover``, Note [
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections import Counter
 from collections.abc import Sequence
@@ -39,10 +40,8 @@ class HostTier:
             return [torch.empty(0, dtype=torch.uint8) for _ in sizes]
         slab = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if end >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # a kernel without transparent huge pages: only speed is lost
                 slab.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # a kernel built without transparent huge pages: only speed is lost
         self.allocated[purpose] += sum(sizes)
         return [
             torch.from_numpy(np.frombuffer(slab, np.uint8, size, offset))

@@ -168,7 +168,7 @@ class Outcome:
 def train_plain(training: Training) -> Outcome:
     """The oracle: torch's own Adam or AdamW over fp32 master weights, everything in memory."""
     model, outcome = training.model(), Outcome()
-    masters = {name: param for name, param in model.named_parameters()}
+    masters = dict(model.named_parameters())
     if training.precision == "bf16":
         masters = {
             name: nn.Parameter(param.detach().clone(), param.requires_grad) for name, param in masters.items()

@@ -213,17 +213,19 @@ def test_two_engines_do_not_mix(swap_path):
     first, second = Training(seed=1), Training(seed=2)
     alone = [train_offloaded(t, Placement("nvme", "nvme"), swap_path) for t in (first, second)]
     placement = Placement("nvme", "nvme")
-    with prepared(first, placement, swap_path) as (model1, optimizer1):
-        with prepared(second, placement, swap_path) as (model2, optimizer2):
-            losses = [[], []]
-            for batch1, batch2 in zip(first.batches(), second.batches(), strict=True):
-                losses[0] += steps(model1, optimizer1, [batch1])
-                losses[1] += steps(model2, optimizer2, [batch2])
+    losses = [[], []]
+    with (
+        prepared(first, placement, swap_path) as (model1, optimizer1),
+        prepared(second, placement, swap_path) as (model2, optimizer2),
+    ):
+        for batch1, batch2 in zip(first.batches(), second.batches(), strict=True):
+            losses[0] += steps(model1, optimizer1, [batch1])
+            losses[1] += steps(model2, optimizer2, [batch2])
     assert losses == [outcome.losses for outcome in alone]
 
 
 def test_closed_engine_says_so(swap_path):
-    with prepared(Training(), Placement("nvme", "nvme"), swap_path) as (model, optimizer):
+    with prepared(Training(), Placement("nvme", "nvme"), swap_path) as (_model, optimizer):
         pass
     optimizer.engine.close()
     with pytest.raises(OffloadError, match="closed"):

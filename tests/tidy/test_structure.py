@@ -83,7 +83,7 @@ def test_gates(extension, keeper):
 
 
 def test_pure_modules_import_no_torch():
-    modules = "errors bytesize inventory plan schedule blocks config models.presets".split()
+    modules = ["errors", "bytesize", "inventory", "plan", "schedule", "blocks", "config", "models.presets"]
     code = "import sys\n" + "".join(f"import offload.{name}\n" for name in modules)
     code += "assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

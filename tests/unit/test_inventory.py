@@ -1,5 +1,7 @@
 """Grouping and layout, against the rules written out by hand."""
 
+import itertools
+
 from offload.inventory import ELEMENTS_ALIGNMENT, ParamInfo, build_inventory, group_into_units
 
 
@@ -63,7 +65,7 @@ def test_every_parameter_is_placed_once_without_overlap():
     assert sorted(p.info.name for u in inventory.units for p in u.params) == sorted(p.name for p in model)
     for unit in inventory.units:
         spans = sorted((p.offset, p.offset + p.info.nbytes) for p in unit.params)
-        assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
         assert all(offset % 64 == 0 for offset, _ in spans)
         assert unit.weight_bytes % 4096 == 0 and spans[-1][1] <= unit.weight_bytes
         assert unit.elements % ELEMENTS_ALIGNMENT == 0
