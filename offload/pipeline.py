@@ -210,11 +210,14 @@ class OptimizerPipeline:
             with self._ledger.stall("write"):
                 self._wait_for_write()
             return True
-        if self.pending:
+        pending = self.pending
+        if not pending:
+            return False
+        self.run()  # the last wait may have made room for a read that nobody has started yet
+        if self.pending == pending:
             self.wait_once()
             self.run()
-            return True
-        return False
+        return True
 
     def wait_once(self) -> None:
         """Waits for the one transfer that holds up the next update, or for the oldest write."""
