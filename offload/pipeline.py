@@ -150,6 +150,7 @@ class OptimizerPipeline:
         self._jobs: list[_Job] = []
         self._announced: set[int] = set()
         self._writing: deque[_Writing] = deque()
+        self._beginning: set[UnitUpdate] = set()  # whose weights are being fetched: not to be applied meanwhile
 
     @property
     def pending(self) -> int:
@@ -210,9 +211,9 @@ class OptimizerPipeline:
             with self._ledger.stall("write"):
                 self._wait_for_write()
             return True
-        pending = self.pending
-        if not pending:
+        if all(job.update is None or job.update in self._beginning for job in self._jobs):
             return False
+        pending = self.pending
         self.run()  # the last wait may have made room for a read that nobody has started yet
         if self.pending == pending:
             self.wait_once()
@@ -221,12 +222,11 @@ class OptimizerPipeline:
 
     def wait_once(self) -> None:
         """Waits for the one transfer that holds up the next update, or for the oldest write."""
-        for job in self._jobs:
-            if job.update is not None and job.loading is not None:
-                with self._ledger.stall("state"):
-                    job.loading.wait()
-                return
-        if self._writing:
+        job = self._next_update()
+        if job is not None and job.loading is not None:
+            with self._ledger.stall("state"):
+                job.loading.wait()
+        elif self._writing:
             with self._ledger.stall("write"):
                 self._wait_for_write()
         elif not self._recycle():
@@ -288,14 +288,24 @@ class OptimizerPipeline:
         return True
 
     def _update_one(self) -> bool:
-        """Updates the first chunk whose gradient is there, once its state is: never one before another."""
-        job = next((job for job in self._jobs if job.update is not None), None)
+        """Updates the first chunk that has its gradient and is being read, once it is: the one waited for.
+
+        A chunk before it may have a gradient and no buffer yet, where gradients come in an order that was not
+        foreseen: it gets one only when those that have one are done.
+        """
+        job = self._next_update()
         if job is None or job.loading is None or not job.loading.done():
             return False
         job.loading.wait()
         self._jobs.remove(job)
         self._apply(job)
         return True
+
+    def _next_update(self) -> _Job | None:
+        for job in self._jobs:
+            if job.update is not None and job.loading is not None and job.update not in self._beginning:
+                return job
+        return None
 
     def _apply(self, job: _Job) -> None:
         update, chunk, buffer = job.update, job.chunk, job.buffer
@@ -321,7 +331,11 @@ class OptimizerPipeline:
             while any(writing.update.unit == update.unit for writing in self._writing):
                 with self._ledger.stall("write"):  # the unit's last update is not home yet
                     self._wait_for_write()
-            self._weights.begin_update(update.unit, in_backward=in_backward)
+            self._beginning.add(update)
+            try:
+                self._weights.begin_update(update.unit, in_backward=in_backward)
+            finally:
+                self._beginning.discard(update)
 
     def _cancel(self, job: _Job) -> None:
         self._jobs.remove(job)
