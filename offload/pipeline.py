@@ -211,26 +211,32 @@ class OptimizerPipeline:
             with self._ledger.stall("write"):
                 self._wait_for_write()
             return True
-        if all(job.update is None or job.update in self._beginning for job in self._jobs):
+        if not any(self._may_update(job) for job in self._jobs):
             return False
         pending = self.pending
         self.run()  # the last wait may have made room for a read that nobody has started yet
         if self.pending == pending:
-            self.wait_once()
+            if not self._wait_once():
+                return False
             self.run()
         return True
 
     def wait_once(self) -> None:
         """Waits for the one transfer that holds up the next update, or for the oldest write."""
+        if not self._wait_once():
+            raise AssertionError(f"the pipeline waits for nothing: {len(self._jobs)} jobs")
+
+    def _wait_once(self) -> bool:
         job = self._next_update()
         if job is not None and job.loading is not None:
             with self._ledger.stall("state"):
                 job.loading.wait()
-        elif self._writing:
+            return True
+        if self._writing:
             with self._ledger.stall("write"):
                 self._wait_for_write()
-        elif not self._recycle():
-            raise AssertionError(f"the pipeline waits for nothing: {len(self._jobs)} jobs")
+            return True
+        return self._recycle()
 
     def cancel_announced(self) -> None:
         """Forgets units whose update will not come."""
@@ -302,10 +308,17 @@ class OptimizerPipeline:
         return True
 
     def _next_update(self) -> _Job | None:
-        for job in self._jobs:
-            if job.update is not None and job.loading is not None and job.update not in self._beginning:
-                return job
-        return None
+        ready = (job for job in self._jobs if job.loading is not None and self._may_update(job))
+        return next(ready, None)
+
+    def _may_update(self, job: _Job) -> bool:
+        """Whether the gradient is there, and no weights are being fetched that the update had to wait for.
+
+        While one unit's weights are being fetched, only updates that have theirs go on: they give slots back.
+        """
+        if job.update is None or job.update in self._beginning:
+            return False
+        return job.update.begun or not self._beginning
 
     def _apply(self, job: _Job) -> None:
         update, chunk, buffer = job.update, job.chunk, job.buffer
