@@ -150,6 +150,7 @@ class OptimizerPipeline:
         self._jobs: list[_Job] = []
         self._announced: set[int] = set()
         self._writing: deque[_Writing] = deque()
+        self._beginning: set[UnitUpdate] = set()  # whose weights are being fetched: not to be applied meanwhile
 
     @property
     def pending(self) -> int:
@@ -210,24 +211,32 @@ class OptimizerPipeline:
             with self._ledger.stall("write"):
                 self._wait_for_write()
             return True
-        if self.pending:
-            self.wait_once()
+        if not any(self._may_update(job) for job in self._jobs):
+            return False
+        pending = self.pending
+        self.run()  # the last wait may have made room for a read that nobody has started yet
+        if self.pending == pending:
+            if not self._wait_once():
+                return False
             self.run()
-            return True
-        return False
+        return True
 
     def wait_once(self) -> None:
         """Waits for the one transfer that holds up the next update, or for the oldest write."""
-        for job in self._jobs:
-            if job.update is not None and job.loading is not None:
-                with self._ledger.stall("state"):
-                    job.loading.wait()
-                return
+        if not self._wait_once():
+            raise AssertionError(f"the pipeline waits for nothing: {len(self._jobs)} jobs")
+
+    def _wait_once(self) -> bool:
+        job = self._next_update()
+        if job is not None and job.loading is not None:
+            with self._ledger.stall("state"):
+                job.loading.wait()
+            return True
         if self._writing:
             with self._ledger.stall("write"):
                 self._wait_for_write()
-        elif not self._recycle():
-            raise AssertionError(f"the pipeline waits for nothing: {len(self._jobs)} jobs")
+            return True
+        return self._recycle()
 
     def cancel_announced(self) -> None:
         """Forgets units whose update will not come."""
@@ -285,14 +294,31 @@ class OptimizerPipeline:
         return True
 
     def _update_one(self) -> bool:
-        """Updates the first chunk whose gradient is there, once its state is: never one before another."""
-        job = next((job for job in self._jobs if job.update is not None), None)
+        """Updates the first chunk that has its gradient and is being read, once it is: the one waited for.
+
+        A chunk before it may have a gradient and no buffer yet, where gradients come in an order that was not
+        foreseen: it gets one only when those that have one are done.
+        """
+        job = self._next_update()
         if job is None or job.loading is None or not job.loading.done():
             return False
         job.loading.wait()
         self._jobs.remove(job)
         self._apply(job)
         return True
+
+    def _next_update(self) -> _Job | None:
+        ready = (job for job in self._jobs if job.loading is not None and self._may_update(job))
+        return next(ready, None)
+
+    def _may_update(self, job: _Job) -> bool:
+        """Whether the gradient is there, and no weights are being fetched that the update had to wait for.
+
+        While one unit's weights are being fetched, only updates that have theirs go on: they give slots back.
+        """
+        if job.update is None or job.update in self._beginning:
+            return False
+        return job.update.begun or not self._beginning
 
     def _apply(self, job: _Job) -> None:
         update, chunk, buffer = job.update, job.chunk, job.buffer
@@ -315,7 +341,14 @@ class OptimizerPipeline:
     def _begin(self, update: UnitUpdate, *, in_backward: bool) -> None:
         if not update.begun:
             update.begun = True
-            self._weights.begin_update(update.unit, in_backward=in_backward)
+            while any(writing.update.unit == update.unit for writing in self._writing):
+                with self._ledger.stall("write"):  # the unit's last update is not home yet
+                    self._wait_for_write()
+            self._beginning.add(update)
+            try:
+                self._weights.begin_update(update.unit, in_backward=in_backward)
+            finally:
+                self._beginning.discard(update)
 
     def _cancel(self, job: _Job) -> None:
         self._jobs.remove(job)

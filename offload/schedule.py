@@ -73,7 +73,7 @@ class PrefetchScheduler:
         self.unit_count = unit_count
         self.micro_batches = micro_batches
         self._slot_count = slot_count
-        self._ahead = min(AHEAD_MAX, slot_count // 2)
+        self._ahead = max(1, min(AHEAD_MAX, slot_count // 2))
         self._orders: dict[Phase, tuple[int, ...]] = {
             Phase.FORWARD: forward,
             Phase.BACKWARD: forward[::-1] if backward is None else tuple(backward),
