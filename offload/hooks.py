@@ -66,11 +66,14 @@ class _Frame:
 
 
 class _PackedWeight:
-    """A saved view of a weight: where it lies in the weight plane of which unit, and of which version."""
+    """A saved view of a weight: where it lies in the weight plane of which unit, and of which version.
+
+    The version of a frozen weight is None: an update of its unit, as an adapter's beside it, does not change it.
+    """
 
     __slots__ = ("dtype", "offset", "size", "stride", "unit", "version")
 
-    def __init__(self, unit: int, version: int, tensor: torch.Tensor) -> None:
+    def __init__(self, unit: int, version: int | None, tensor: torch.Tensor) -> None:
         self.unit, self.version = unit, version
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()
@@ -187,7 +190,10 @@ class ModuleHooks:
             unit = self._engine.weights.unit_at(tensor)
             if unit is None:
                 return pack_other(tensor)
-            return _PackedWeight(unit, self._engine.version(unit), tensor)
+            layout = self._engine.plan.inventory.units[unit]
+            frozen_begin = layout.elements * self._engine.plan.inventory.weight_itemsize
+            is_frozen = tensor.storage_offset() * tensor.element_size() >= frozen_begin
+            return _PackedWeight(unit, None if is_frozen else self._engine.version(unit), tensor)
 
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, _PackedWeight):
@@ -201,7 +207,7 @@ class ModuleHooks:
 
     def _unpack_weight(self, packed: _PackedWeight) -> torch.Tensor:
         engine = self._engine
-        if engine.version(packed.unit) != packed.version:
+        if packed.version is not None and engine.version(packed.unit) != packed.version:
             raise OffloadError(
                 f"weights of {engine.plan.inventory.units[packed.unit].name} were updated between a forward and"
                 " its backward; call backward before step(), and set offload_optimizer.update to 'step' where a"
