@@ -90,6 +90,7 @@ class ModuleHooks:
         self._reading = False
         self._units_of: dict[nn.Module, tuple[int, ...]] = {}
         self._run: set[nn.Module] = set()  # modules that have run in this forward
+        self._trainable = {param for param in engine.partition.of_param if param.requires_grad}
         for stored in engine.partition.trainable:
             self._handles.append(stored.param.register_post_accumulate_grad_hook(self._gradient_hook(stored)))
         if engine.weights.streamed:
@@ -118,6 +119,8 @@ class ModuleHooks:
         self._frames.append(frame)  # first, because `_after_forward` is called even if the rest fails
         if len(self._frames) == 1 and not recomputing:
             self._run.clear()
+            if torch.is_grad_enabled():
+                self._refuse_unknown()
             self._engine.begin_forward(training=torch.is_grad_enabled())
         held = {unit for outer in self._frames[:-1] for unit in outer.units}
         for unit in frame.units:
@@ -140,6 +143,20 @@ class ModuleHooks:
             self._announce_backward(frame, output)
         for hold in frame.holds:
             hold.close()
+
+    def _refuse_unknown(self) -> None:
+        """Raises where a parameter asks for a gradient that did not when the model was prepared."""
+        for name, param in self._model.named_parameters():
+            if param.requires_grad and param not in self._trainable:
+                if param in self._engine.partition.of_param:
+                    raise OffloadError(
+                        f"{name} was frozen when the model was prepared: it has no optimizer state and would"
+                        " not be trained; set requires_grad before offload.prepare"
+                    )
+                raise OffloadError(
+                    f"{name} has come into the model after it was prepared, and would not be trained;"
+                    " resize, replace or add parameters before offload.prepare"
+                )
 
     def _announce_backward(self, frame: _Frame, output: Any) -> None:
         """Leases the units when the gradient of the output arrives."""

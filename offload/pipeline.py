@@ -315,6 +315,9 @@ class OptimizerPipeline:
     def _begin(self, update: UnitUpdate, *, in_backward: bool) -> None:
         if not update.begun:
             update.begun = True
+            while any(writing.update.unit == update.unit for writing in self._writing):
+                with self._ledger.stall("write"):  # the unit's last update: writes have no order among each other
+                    self._wait_for_write()
             self._weights.begin_update(update.unit, in_backward=in_backward)
 
     def _cancel(self, job: _Job) -> None:
