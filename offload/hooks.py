@@ -66,11 +66,14 @@ class _Frame:
 
 
 class _PackedWeight:
-    """A saved view of a weight: where it lies in the weight plane of which unit, and of which version."""
+    """A saved view of a weight: where it lies in the weight plane of which unit, and of which version.
+
+    The version of a frozen weight is None: an update of its unit, as an adapter's beside it, does not change it.
+    """
 
     __slots__ = ("dtype", "offset", "size", "stride", "unit", "version")
 
-    def __init__(self, unit: int, version: int, tensor: torch.Tensor) -> None:
+    def __init__(self, unit: int, version: int | None, tensor: torch.Tensor) -> None:
         self.unit, self.version = unit, version
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()
@@ -87,6 +90,7 @@ class ModuleHooks:
         self._reading = False
         self._units_of: dict[nn.Module, tuple[int, ...]] = {}
         self._run: set[nn.Module] = set()  # modules that have run in this forward
+        self._trainable = {param for param in engine.partition.of_param if param.requires_grad}
         for stored in engine.partition.trainable:
             self._handles.append(stored.param.register_post_accumulate_grad_hook(self._gradient_hook(stored)))
         if engine.weights.streamed:
@@ -115,6 +119,8 @@ class ModuleHooks:
         self._frames.append(frame)  # first, because `_after_forward` is called even if the rest fails
         if len(self._frames) == 1 and not recomputing:
             self._run.clear()
+            if torch.is_grad_enabled():
+                self._refuse_unknown()
             self._engine.begin_forward(training=torch.is_grad_enabled())
         held = {unit for outer in self._frames[:-1] for unit in outer.units}
         for unit in frame.units:
@@ -137,6 +143,20 @@ class ModuleHooks:
             self._announce_backward(frame, output)
         for hold in frame.holds:
             hold.close()
+
+    def _refuse_unknown(self) -> None:
+        """Raises where a parameter asks for a gradient that did not when the model was prepared."""
+        for name, param in self._model.named_parameters():
+            if param.requires_grad and param not in self._trainable:
+                if param in self._engine.partition.of_param:
+                    raise OffloadError(
+                        f"{name} was frozen when the model was prepared: it has no optimizer state and would"
+                        " not be trained; set requires_grad before offload.prepare"
+                    )
+                raise OffloadError(
+                    f"{name} has come into the model after it was prepared, and would not be trained;"
+                    " resize, replace or add parameters before offload.prepare"
+                )
 
     def _announce_backward(self, frame: _Frame, output: Any) -> None:
         """Leases the units when the gradient of the output arrives."""
@@ -187,7 +207,10 @@ class ModuleHooks:
             unit = self._engine.weights.unit_at(tensor)
             if unit is None:
                 return pack_other(tensor)
-            return _PackedWeight(unit, self._engine.version(unit), tensor)
+            layout = self._engine.plan.inventory.units[unit]
+            frozen_begin = layout.elements * self._engine.plan.inventory.weight_itemsize
+            is_frozen = tensor.storage_offset() * tensor.element_size() >= frozen_begin
+            return _PackedWeight(unit, None if is_frozen else self._engine.version(unit), tensor)
 
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, _PackedWeight):
@@ -201,7 +224,7 @@ class ModuleHooks:
 
     def _unpack_weight(self, packed: _PackedWeight) -> torch.Tensor:
         engine = self._engine
-        if engine.version(packed.unit) != packed.version:
+        if packed.version is not None and engine.version(packed.unit) != packed.version:
             raise OffloadError(
                 f"weights of {engine.plan.inventory.units[packed.unit].name} were updated between a forward and"
                 " its backward; call backward before step(), and set offload_optimizer.update to 'step' where a"
