@@ -111,9 +111,16 @@ def test_pure_modules_import_no_torch(module):
     assert subprocess.run([sys.executable, "-c", script], cwd=root, check=False).returncode == 0
 
 
+def test_a_hint_keeps_the_nvme_budget():
+    """Moving the state to nvme would fit the host budget and not the other one: the number is named instead."""
+    place = placement(param_home="host", state_home="host", host_bytes=3 << 20, nvme_bytes=1)
+    with pytest.raises(PlanError, match=r"the smallest budget that works is \d+$"):
+        MemoryPlan.build(place, inventory_of([300_000] * 2))
+
+
 # -- any model, any budget --------------------------------------------------------------------------------
 
-models = st.lists(st.integers(1, 300_000), min_size=1, max_size=8)
+models = st.lists(st.integers(50_000, 300_000), min_size=1, max_size=8)
 placements = st.builds(
     placement,
     precision=st.sampled_from(["bf16", "fp32"]),
@@ -121,8 +128,8 @@ placements = st.builds(
     state_home=st.sampled_from(["host", "nvme"]),
     update=st.sampled_from(["step", "backward"]),
     micro_batches=st.integers(1, 3),
-    host_bytes=st.integers(1, 20 << 20),
-    nvme_bytes=st.one_of(st.none(), st.integers(1, 20 << 20)),
+    host_bytes=st.integers(1 << 18, 8 << 20),
+    nvme_bytes=st.one_of(st.none(), st.integers(1, 4 << 20)),
     chunk_elements_max=st.sampled_from([1, 2048, 70_000, 4 << 20]),
 )
 
