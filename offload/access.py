@@ -83,7 +83,7 @@ def write_weight(engine: OffloadEngine, stored: StoredParam, value: torch.Tensor
         else:
             stored.view(plane).copy_(value)
         first = begin // PAGE_BYTES * PAGE_BYTES
-        engine.weights.store(unit, first, align_up(end, PAGE_BYTES)).wait()
+        engine.store_weight(unit, first, align_up(end, PAGE_BYTES))
     finally:
         engine.weights.end_update(unit)
 

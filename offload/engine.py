@@ -393,6 +393,11 @@ class OffloadEngine:
         with self._guard():
             return self.weights.lease_unannounced(unit)
 
+    def store_weight(self, unit: int, begin: int, end: int) -> None:
+        """Brings bytes [begin, end) of a unit's changed weight plane home."""
+        with self._guard():
+            self.weights.store(unit, begin, end).wait()
+
     def read_chunk(self, chunk: Chunk) -> torch.Tensor:
         """The bytes of a chunk's state; where its home is host memory, the state itself."""
         with self._guard():

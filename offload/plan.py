@@ -194,6 +194,12 @@ class MemoryPlan:
         slots = max(self.chunk_slots, min(share // chunk_bytes, len(self.chunks)))
         return replace(self, chunk_slots=slots)
 
+    def _fits(self) -> bool:
+        nvme_bytes = self.placement.nvme_bytes
+        return self.bytes_total("host") <= self.placement.host_bytes and (
+            nvme_bytes is None or self.bytes_total("nvme") <= nvme_bytes
+        )
+
     def _refusal(self) -> str:
         placement = self.placement
         need = self.bytes_total("host")
@@ -214,8 +220,8 @@ class MemoryPlan:
             )
         hint = f"the smallest budget that works is {need}"
         for name, other in alternatives:
-            smallest = list(self._candidates(other, self.inventory))[-1].bytes_total("host")
-            if smallest <= placement.host_bytes:
+            smallest = list(self._candidates(other, self.inventory))[-1]
+            if smallest._fits():
                 hint = f"{name} fits"
                 break
         return (

@@ -4,6 +4,7 @@ Note [Who owns a directory]
 The owner holds a lock (flock) on `owner.json` in it for as long as it lives; the kernel gives the lock
 back however the owner dies, so a directory whose lock can be taken is stale. A new directory gets its
 lock under a hidden name and is then renamed, so nobody can mistake it for a stale one in between.
+A forked child shares the lock, so it lets go at once: a worker that outlives its parent owns nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shutil
 import socket
 import sys
 import time
+import weakref
 from pathlib import Path
 
 from ..bytesize import format_bytes
@@ -43,6 +45,7 @@ class SwapDirectory:
         self._made_root = _usable_root(self.root)
         self._owner_pid = os.getpid()
         self._lock_fd = -1
+        _open_directories.add(self)
         name = f"{PREFIX}{time.time_ns():x}-{os.getpid()}-rank{rank}"
         self.path = self.root / name
         hidden = self.root / f".{name}"
@@ -99,6 +102,24 @@ class SwapDirectory:
             except OSError:  # another run uses it by now
                 break
         self._made_root = []
+
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: lets go of the lock, which stays the parent's."""
+        if self._lock_fd >= 0 and os.getpid() != self._owner_pid:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+_open_directories: weakref.WeakSet[SwapDirectory] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for directory in list(_open_directories):
+        directory.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _usable_root(root: Path) -> list[Path]:

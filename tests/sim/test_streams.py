@@ -82,22 +82,70 @@ def test_failed_transfers(decade):
 # -- one case each, written out ---------------------------------------------------------------------------
 
 
+def in_flight(run, operation):
+    return [ticket for ticket in run.queue.in_flight if ticket.operation == operation]
+
+
 def test_a_chunk_is_not_read_while_it_is_written():
-    """The bug: announced again right after its update, a chunk's old state was read over its write."""
+    """Announced again right after its update, a chunk waits for its write before it is read."""
     run = SimulatedRun(0, chunks_of=[1], update="backward", ring=3)
-    run.weights.enter(Phase.BACKWARD)
+    run.queue.held = True
     run.pipeline.enqueue(run.gradient(0), in_backward=True)
     run.pipeline.drain()
-    run.queue.held = True
-    writes = [ticket for ticket in run.queue.in_flight if ticket.operation == "write"]
-    assert len(writes) == 2 or run.pipeline._writing == run.pipeline._writing.__class__()
+    assert len(in_flight(run, "write")) == 2  # state and weights
     run.pipeline.announce(0)
-    reads_before = len(run.queue.submitted)
     run.pipeline.run()
-    if writes:
-        assert len(run.queue.submitted) == reads_before, "read while its own write was in flight"
-    run.queue.held = False
+    assert not in_flight(run, "read")
+    while run.queue.in_flight:
+        run.queue.run_until(run.queue.in_flight[0])
+    run.pipeline.run()
+    assert len(in_flight(run, "read")) == 1
     run.pipeline.enqueue(run.gradient(0), in_backward=True)
-    run.pipeline.settle()
+    run.settle()
+    run.close()
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_a_unit_is_not_updated_again_before_it_is_home(update):
+    """The next gradient may come while the unit's last write is still on its way: the update waits."""
+    run = SimulatedRun(0, chunks_of=[2], update=update, ring=5)
+    for _ in range(3):
+        run.queue.held = True
+        run.pipeline.enqueue(run.gradient(0), in_backward=update == "backward")
+        run.pipeline.drain()
+        assert in_flight(run, "write")
+    run.queue.held = False
+    run.settle()
+    run.close()
+
+
+def test_gradients_against_the_announced_order_do_not_stop_the_ring():
+    """The ring is full of chunks of a later unit when an earlier one gets its gradient too: no endless loop."""
+    run = SimulatedRun(0, chunks_of=[2, 2, 2], update="backward", ring=2, weight_slots=3)
+    run.in_order = False
+    for _ in range(2):  # from the second round on, moments are read
+        for unit in (2, 1, 0):
+            run.pipeline.announce(unit)
+        run.queue.held = True
+        for unit in (0, 1, 2):
+            run.pipeline.enqueue(run.gradient(unit), in_backward=True)
+            run.pipeline.run()
+        run.queue.held = False
+        run.pipeline.drain()
+        run.pipeline.settle()
+    run.settle()
+    run.close()
+
+
+def test_a_finished_write_lets_the_next_read_start():
+    """Giving way twice in a row: the first wait frees a buffer, the second one must use it."""
+    run = SimulatedRun(0, chunks_of=[3], update="backward", ring=1)
+    run.queue.held = True
+    for _ in range(2):
+        run.pipeline.enqueue(run.gradient(0), in_backward=True)
+        while run.pipeline.give_way():
+            pass
+        assert not run.pipeline.pending and not run.queue.in_flight
+    run.queue.held = False
     run.settle()
     run.close()

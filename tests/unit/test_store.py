@@ -1,0 +1,377 @@
+"""The swap directory and the store: who owns it, what is refused, what is left, what comes back."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload
+from offload.config.schema import Aio
+from offload.errors import OffloadError, StoreError
+from offload.inventory import ParamInfo, build_inventory
+from offload.ledger import Ledger
+from offload.plan import MemoryPlan, Placement
+from offload.store import StoreLayout, SwapDirectory, SwapStore
+
+ROOT = str(Path(offload.__file__).parents[1])
+MiB = 1 << 20
+FORKS_WITH_THREADS = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+def start(script, *arguments):
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+OWNER = """
+import sys
+from offload.store import SwapDirectory
+directory = SwapDirectory(sys.argv[1])
+print(directory.path, flush=True)
+sys.stdin.read()  # until our parent lets go
+directory.close()
+"""
+
+
+@pytest.fixture
+def owner(swap_path):
+    """A process that owns a directory in the swap path."""
+    process = start(OWNER, swap_path)
+    process.path = Path(process.stdout.readline().strip())
+    yield process
+    process.communicate()
+
+
+# -- paths ------------------------------------------------------------------------------------------------
+
+
+def test_directory_comes_and_goes(swap_path):
+    directory = SwapDirectory(swap_path, rank=3)
+    assert directory.path.parent == swap_path and directory.path.name.endswith(f"-{os.getpid()}-rank3")
+    assert json.loads((directory.path / "owner.json").read_text())["pid"] == os.getpid()
+    assert directory.path.stat().st_mode & 0o777 == 0o700
+    directory.close()
+    directory.close()
+    assert swap_path.is_dir()
+
+
+def test_a_path_is_made_where_its_parent_exists_and_removed_again(tmp_path):
+    directory = SwapDirectory(tmp_path / "made")
+    assert directory.path.is_dir()
+    directory.close()
+    assert not (tmp_path / "made").exists()
+
+
+def test_relative_and_home(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    for given, root in (("here", tmp_path / "here"), ("~/there", tmp_path / "home" / "there")):
+        directory = SwapDirectory(given)
+        assert directory.root == root and directory.path.is_dir()
+        directory.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["home"]
+
+
+def spoil(tmp_path, kind):
+    path = tmp_path / "path"
+    if kind == "missing":
+        return tmp_path / "a" / "b" / "c"
+    if kind == "file":
+        path.write_text("x")
+    if kind == "dangling link":
+        path.symlink_to(tmp_path / "nowhere")
+    if kind == "under a file":
+        path.write_text("x")
+        return path / "swap"
+    if kind == "device":
+        return Path("/dev/null")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", r"nvme_path does not exist and neither does .*/a/b; make it, or mount the drive"),
+        ("file", "nvme_path is not a directory"),
+        ("dangling link", "nvme_path is not a directory"),
+        ("under a file", "nvme_path"),
+        ("device", "nvme_path is not a directory"),
+    ],
+)
+def test_unusable_path_is_refused_by_name(tmp_path, kind, message):
+    path = spoil(tmp_path, kind)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(StoreError, match=message) as caught:
+        SwapDirectory(path)
+    assert caught.value.filename == str(path) and str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+UNPRIVILEGED = """
+import os, sys
+from offload.store import SwapDirectory
+from offload.errors import StoreError
+if os.getuid() == 0:
+    os.setgid(65534); os.setuid(65534)
+try:
+    SwapDirectory(sys.argv[1])
+except StoreError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o666])
+def test_unwritable_path(tmp_path, mode):
+    """As an ordinary user: root may write anywhere, so the test gives its rights up first."""
+    path = tmp_path / "swap"
+    path.mkdir()
+    path.chmod(mode)
+    for parent in path.parents:
+        if parent.stat().st_mode & 0o005 != 0o005:
+            if os.getuid() != 0 or not str(parent).startswith("/tmp/pytest"):
+                break
+            parent.chmod(0o755)
+    out, error = start(UNPRIVILEGED, path).communicate(timeout=60)
+    path.chmod(0o755)
+    if not out and "PermissionError" in error:
+        pytest.skip("an ordinary user cannot read this checkout or this directory")
+    assert "nvme_path" in out and str(path) in out, error
+    assert list(path.iterdir()) == []
+
+
+# -- owners -----------------------------------------------------------------------------------------------
+
+
+def test_two_owners_in_one_process(swap_path):
+    first, second = SwapDirectory(swap_path), SwapDirectory(swap_path)
+    assert first.path != second.path and first.path.is_dir()
+    first.close()
+    assert second.path.is_dir()
+    second.close()
+
+
+def test_a_live_owner_is_left_alone(swap_path, owner):
+    directory = SwapDirectory(swap_path)
+    assert owner.path.is_dir() and directory.path.is_dir()
+    directory.close()
+    assert owner.path.is_dir()
+
+
+def test_the_directory_of_a_killed_owner_is_removed_with_a_warning(swap_path, owner, caplog):
+    (owner.path / "planes.swap").write_bytes(bytes(5000))
+    owner.kill()
+    owner.wait()
+    assert owner.path.is_dir()
+    with caplog.at_level(logging.WARNING):
+        directory = SwapDirectory(swap_path)
+    assert not owner.path.exists()
+    assert str(owner.path) in caplog.text and f'"pid": {owner.pid}' in caplog.text
+    directory.close()
+
+
+def test_what_is_not_ours_is_left_alone(swap_path):
+    strangers = [swap_path / "offload-notes-rank0", swap_path / "offload-1-2-rank0"]
+    strangers[0].write_text("a file")
+    strangers[1].mkdir()
+    link = swap_path / "offload-3-4-rank0"
+    link.mkdir()
+    (link / "owner.json").symlink_to(strangers[0])
+    SwapDirectory(swap_path).close()
+    assert strangers[0].read_text() == "a file" and strangers[1].is_dir() and link.is_dir()
+    (link / "owner.json").unlink()
+    link.rmdir()
+    strangers[1].rmdir()
+    strangers[0].unlink()
+
+
+def test_half_made_directories_go_when_they_are_old(swap_path):
+    young, old = swap_path / ".offload-1-2-rank0", swap_path / ".offload-3-4-rank0"
+    for path in (young, old):
+        path.mkdir()
+        (path / "owner.json").write_text("{}")
+    os.utime(old, (time.time() - 1000,) * 2)
+    SwapDirectory(swap_path).close()
+    assert young.is_dir() and not old.exists()
+    (young / "owner.json").unlink()
+    young.rmdir()
+
+
+@FORKS_WITH_THREADS
+def test_a_forked_child_does_not_remove(swap_path):
+    directory = SwapDirectory(swap_path)
+    child = os.fork()
+    if child == 0:
+        directory.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert directory.path.is_dir()
+    directory.close()
+
+
+ORPHAN = """
+import os, sys, time
+from offload.store import SwapDirectory
+directory = SwapDirectory(sys.argv[1])
+child = os.fork()
+if child == 0:
+    os.close(0); os.close(1); os.close(2)
+    time.sleep(30)
+    os._exit(0)
+print(child, directory.path, flush=True)
+os._exit(1)
+"""
+
+
+def test_a_forked_child_does_not_hold_the_lock(swap_path):
+    """A worker that outlives its parent does not make the parent's directory look owned."""
+    process = start(ORPHAN, swap_path)
+    child, path = process.stdout.readline().split()
+    process.wait()
+    try:
+        assert Path(path).is_dir()
+        directory = SwapDirectory(swap_path)
+        assert not Path(path).exists()
+        directory.close()
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+        process.communicate()
+
+
+RACER = """
+import sys
+from offload.store import SwapDirectory
+sys.stdin.readline()
+for _ in range(60):
+    directory = SwapDirectory(sys.argv[1])
+    assert (directory.path / "owner.json").is_file(), "taken away"
+    directory.close()
+"""
+
+
+def test_starters_do_not_take_each_other_for_stale(swap_path):
+    racers = [start(RACER, swap_path) for _ in range(2)]
+    for racer in racers:
+        racer.stdin.write("\n")
+        racer.stdin.flush()
+    for racer in racers:
+        _, error = racer.communicate(timeout=60)
+        assert racer.returncode == 0, error
+        assert "removing" not in error
+
+
+# -- space ------------------------------------------------------------------------------------------------
+
+
+def test_too_little_space_is_refused_with_numbers(swap_path):
+    directory = SwapDirectory(swap_path)
+    with pytest.raises(StoreError, match=r"needs 1.00 EiB|needs 1048576.* TiB and .* are free on /") as caught:
+        directory.check_space(1 << 60)
+    assert caught.value.errno == 28
+    directory.close()
+
+
+def plan_of(precision="bf16", sizes=(5000, 100, 40_000), chunk=8192):
+    itemsize = 2 if precision == "bf16" else 4
+    params = [ParamInfo(f"blocks.{i}.w.weight", (size,), itemsize, True) for i, size in enumerate(sizes)]
+    placement = Placement(
+        precision=precision, param_home="nvme", state_home="nvme", update="step", grad_itemsize=4,
+        micro_batches=1, host_bytes=1 << 40, chunk_elements_max=chunk,
+    )  # fmt: skip
+    return MemoryPlan.build(placement, build_inventory(params, weight_itemsize=itemsize))
+
+
+@pytest.mark.parametrize("setting", ["space", "backend", "direct"])
+def test_a_store_that_cannot_open_leaves_nothing(swap_path, setting, monkeypatch, nothing_left_behind):
+    settings = Aio()
+    if setting == "space":
+        monkeypatch.setattr(MemoryPlan, "bytes_total", lambda self, tier: 1 << 60)
+    elif setting == "backend":
+        object.__setattr__(settings, "backend", "no such backend")
+    else:
+        monkeypatch.setattr("offload.store.swap.Queue.preallocate", lambda self, size: 1 / 0)
+    with pytest.raises((OffloadError, ZeroDivisionError)):
+        SwapStore.open(str(swap_path), plan_of(), settings, Ledger())
+
+
+def test_the_file_has_its_space_from_the_start(swap_path):
+    plan = plan_of(sizes=(1 << 20,))
+    store = SwapStore.open(str(swap_path), plan, Aio(), Ledger())
+    status = (store.path / "planes.swap").stat()
+    assert status.st_size == plan.bytes_total("nvme")
+    assert status.st_blocks * 512 >= status.st_size
+    store.close()
+    store.close()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_extents_tile_the_file(precision):
+    plan = plan_of(precision)
+    layout = StoreLayout(plan)
+    extents = sorted([*layout.weights, *layout.states], key=lambda extent: extent.offset)
+    assert extents[0].offset == 0 and extents[-1].end == layout.size == plan.bytes_total("nvme")
+    assert all(a.end == b.offset for a, b in zip(extents, extents[1:], strict=False))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_planes_come_back_as_written(swap_path, precision):
+    """Weights and states of all units and chunks, written in one order and read in another; the ledger counts."""
+    plan, ledger = plan_of(precision), Ledger()
+    store = SwapStore.open(str(swap_path), plan, Aio(), ledger)
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(size):
+        return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+
+    weights = [noise(unit.weight_bytes) for unit in plan.inventory.units]
+    states = {chunk: noise(plan.chunk_bytes(chunk)) for chunk in plan.chunks}
+    tickets = [store.write_weight(u, plane, 0, plane.numel()) for u, plane in enumerate(weights)]
+    tickets += [store.write_state(chunk, state) for chunk, state in states.items()]
+    for ticket in tickets:
+        ticket.wait()
+    part = noise(4096)
+    weights[2][8192:12288] = part
+    store.write_weight(2, weights[2], 8192, 12288).wait()
+    for unit in reversed(range(len(weights))):
+        slot = torch.zeros(plan.bytes_total("nvme"), dtype=torch.uint8)
+        store.read_weight(unit, slot).wait()
+        assert torch.equal(slot[: weights[unit].numel()], weights[unit])
+        assert not slot[weights[unit].numel() :].any()
+    for chunk in reversed(plan.chunks):
+        buffer = torch.zeros_like(states[chunk])
+        store.read_state(chunk, buffer).wait()
+        assert torch.equal(buffer, states[chunk])
+    total = plan.bytes_total("nvme")
+    assert ledger.link_bytes() == {"nvme_write": total + 4096, "nvme_read": total}
+    store.close()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_moments_never_written_are_zeros_and_cost_nothing(swap_path, precision):
+    plan, ledger = plan_of(precision), Ledger()
+    store = SwapStore.open(str(swap_path), plan, Aio(), ledger)
+    for chunk in plan.chunks:
+        residual = torch.full((chunk.elements * 2,), 7, dtype=torch.uint8)
+        if precision == "bf16":
+            store.write_residual(chunk, residual).wait()
+        ledger.moved.clear()
+        buffer = torch.full((plan.chunk_bytes(chunk),), 0xA5, dtype=torch.uint8)
+        store.read_state(chunk, buffer).wait()
+        if precision == "bf16":
+            assert torch.equal(buffer[: residual.numel()], residual)
+            assert not buffer[residual.numel() :].any()
+            assert ledger.moved == {("nvme_read", "residual"): residual.numel()}
+        else:
+            assert not buffer.any() and not ledger.moved
+    store.close()
