@@ -145,10 +145,17 @@ class ModuleHooks:
             hold.close()
 
     def _refuse_unknown(self) -> None:
-        """Raises where a parameter asks for a gradient that did not when the model was prepared."""
+        """Raises where a parameter would not be trained as the user thinks."""
         for name, param in self._model.named_parameters():
+            stored = self._engine.partition.of_param.get(param)
+            if stored is not None and stored.is_replaced:
+                raise OffloadError(
+                    f"{name}.data has been assigned since the model was prepared, which the engine's weights do"
+                    " not follow; write inside `with offload.gather(parameters, modify=True)`, and resize"
+                    " parameters before offload.prepare"
+                )
             if param.requires_grad and param not in self._trainable:
-                if param in self._engine.partition.of_param:
+                if stored is not None:
                     raise OffloadError(
                         f"{name} was frozen when the model was prepared: it has no optimizer state and would"
                         " not be trained; set requires_grad before offload.prepare"

@@ -316,7 +316,9 @@ class OptimizerPipeline:
         if not update.begun:
             update.begun = True
             while any(writing.update.unit == update.unit for writing in self._writing):
-                with self._ledger.stall("write"):  # the unit's last update: writes have no order among each other
+                with self._ledger.stall(
+                    "write"
+                ):  # the unit's last update: writes have no order among each other
                     self._wait_for_write()
             self._weights.begin_update(update.unit, in_backward=in_backward)
 
