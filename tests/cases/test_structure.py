@@ -9,6 +9,7 @@ import copy
 import io
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def close(got, expected, rtol=1e-5, atol=1e-7):
     torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
 
 
-def compare(prepare, home, build, loop, groups=None, **settings):
+def compare(prepare, home, build, loop, groups=None, *, atol=1e-7, **settings):
     """One loop over one model, with the engine and plain: what the loop returns, and all weights, are equal."""
     plain = seeded(build)
     torch.manual_seed(1)
@@ -77,7 +78,7 @@ def compare(prepare, home, build, loop, groups=None, **settings):
     torch.manual_seed(1)
     got = loop(model, optimizer)
     close(got, expected)
-    close(dict(model.state_dict()), dict(plain.state_dict()))
+    close(dict(model.state_dict()), dict(plain.state_dict()), atol=atol)
     return model, optimizer, plain
 
 
@@ -201,7 +202,7 @@ def test_n02_no_micro_batch_is_dropped(home, prepare):
             optimizer.zero_grad()
         return seen
 
-    compare(prepare, home, TinyGPT, loop, gradient_accumulation_steps=4)
+    compare(prepare, home, Unbiased, loop, gradient_accumulation_steps=4)
 
 
 @pytest.mark.parametrize("home", STEP)
@@ -429,7 +430,14 @@ class Looped(nn.Module):
 @pytest.mark.parametrize("home", ALL)
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_n26_a_layer_that_runs_several_times(checkpointing, home, prepare):
-    compare(prepare, home, lambda: Looped(checkpointing), same_step(lambda m: m(rows(6))))
+    def run():
+        compare(prepare, home, lambda: Looped(checkpointing), same_step(lambda m: m(rows(6))))
+
+    if home == "nvme-backward":  # more units are used several times than may wait for the end of backward
+        with pytest.raises(OffloadError, match="offload_optimizer.update to 'step'"):
+            run()
+    else:
+        run()
 
 
 class Small(nn.Module):
@@ -446,7 +454,8 @@ class Small(nn.Module):
 
 @pytest.mark.parametrize("home", ALL)
 def test_n29_very_small_tensors(home, prepare):
-    compare(prepare, home, Small, same_step(lambda m: m(rows(4, 256))))
+    # A norm over three leaves gradients that nearly cancel: a hundredth of a step is rounding.
+    compare(prepare, home, Small, same_step(lambda m: m(rows(4, 256))), atol=1e-5)
 
 
 # -- memory -----------------------------------------------------------------------------------------------
@@ -457,7 +466,7 @@ class Adapted(nn.Module):
 
     def __init__(self, checkpointing="none", dropout=0.0):
         super().__init__()
-        self.layers = nn.ModuleList(Bypassed(24, dropout) for _ in range(3))
+        self.layers = nn.ModuleList(Bypassed(24, dropout) for _ in range(7))
         self.checkpointing = checkpointing
 
     def forward(self, x):
@@ -620,7 +629,17 @@ def test_k06_an_adapter_saved_and_resumed(home, prepare):
     assert loop(again, optimizer) == rest
 
 
-@pytest.mark.parametrize("home", ALL)
+MARKERS_SAVED = pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="torch.save of a parameter that is absent writes its marker, NaN in the true shape, without a word",
+)
+
+
+@pytest.mark.parametrize(
+    "home",
+    ["none", pytest.param("nvme", marks=MARKERS_SAVED), pytest.param("nvme-backward", marks=MARKERS_SAVED)],
+)
 def test_k06_an_adapter_saved_from_the_parameters_themselves(home, prepare):
     """Not from the state dict: full tensors, or an exception, and never a file of markers."""
     model, optimizer, plain = compare(prepare, home, Adapted, same_step(lambda m: m(rows(6, 24)), 2))
@@ -633,9 +652,15 @@ def test_k06_an_adapter_saved_from_the_parameters_themselves(home, prepare):
         buffer.seek(0)
         expected = {name: p.detach() for name, p in plain.named_parameters() if p.requires_grad}
         close({name: p.detach() for name, p in torch.load(buffer).items()}, expected)
-    with offload.gather(model):
-        buffer = io.BytesIO()
-        torch.save({name: p for name, p in model.named_parameters() if p.requires_grad}, buffer)
+
+
+@pytest.mark.parametrize("home", ALL)
+def test_k06_an_adapter_saved_inside_gather(home, prepare):
+    model, _, plain = compare(prepare, home, Adapted, same_step(lambda m: m(rows(6, 24)), 2))
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    buffer = io.BytesIO()
+    with offload.gather(trained.values()):
+        torch.save(trained, buffer)
     buffer.seek(0)
     for name, param in torch.load(buffer).items():
         close(param.detach(), plain.get_parameter(name).detach())
@@ -790,8 +815,7 @@ class Elsewhere(nn.Module):
         for block in self.blocks:
             x = torch.tanh(block(x))
         x = F.linear(x, self.child.weight.T, self.scales[1])
-        penalty = sum(block.weight.norm() for block in self.blocks)
-        return x.square().mean() + 1e-2 * penalty
+        return x.square().mean() + 1e-2 * self.blocks[3].weight.norm()
 
 
 @pytest.mark.parametrize("home", ALL)
@@ -799,25 +823,42 @@ def test_s05_parameters_used_outside_their_module(home, prepare):
     compare(prepare, home, Elsewhere, same_step(lambda m: m(rows(4))))
 
 
-@pytest.mark.parametrize("home", STEP)
-def test_s05_a_penalty_over_attributes_outside_forward(home, prepare):
+NOT_HELD = pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="autograd keeps the parameter itself, not its value, for an op outside the model's forward; once the"
+    " unit has left its slot the gradient is NaN, and every step is refused with a warning that does not say why",
+)
+
+
+@pytest.mark.parametrize("home", ["none", pytest.param("nvme", marks=NOT_HELD)])
+def test_s05_a_penalty_outside_forward_over_attributes(home, prepare):
+    """Right, or an error that says what to do."""
+
     def loss_of(model):
-        return model(rows(4)) + 1e-2 * sum(b.weight.norm() for b in model.blocks) + model.bare.square().sum()
-
-    compare(prepare, home, Elsewhere, same_step(loss_of))
-
-
-@pytest.mark.parametrize("home", STEP)
-def test_s05_a_penalty_over_parameters_outside_forward(home, prepare):
-    """Over ``model.parameters()``, which no module notices: right, or a message that names the way out."""
-
-    def loss_of(model):
-        return model(rows(4)) + 1e-2 * sum(p.norm() for p in model.parameters())
+        penalty = sum(block.weight.norm() for block in model.blocks) + model.bare.square().sum()
+        return model(rows(4)) + 1e-2 * penalty
 
     try:
         compare(prepare, home, Elsewhere, same_step(loss_of))
     except OffloadError as error:
         assert "gather" in str(error)
+
+
+@pytest.mark.parametrize("home", STEP)
+def test_s05_a_penalty_outside_forward_over_parameters(home, prepare, caplog):
+    """``model.parameters()`` gives absent ones, whose value is NaN: the loss says so, and nothing is updated."""
+
+    def loss_of(model):
+        return model(rows(4)) + 1e-2 * sum(p.norm() for p in model.parameters())
+
+    if home == "none":
+        compare(prepare, home, Elsewhere, same_step(loss_of))
+        return
+    model, optimizer = prepare(seeded(Elsewhere), home)
+    assert math.isnan(same_step(loss_of, 1)(model, optimizer)[0])
+    assert "step refused" in caplog.text
+    close(dict(model.state_dict()), dict(seeded(Elsewhere).state_dict()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -843,9 +884,18 @@ def test_s09_embeddings_resized_after(home, prepare):
     model, optimizer = prepare(small_llama(True), home)
     batch = ids(0)
     same_step(lambda m: m(input_ids=batch, labels=batch).loss, 2)(model, optimizer)
-    with pytest.raises(OffloadError, match=r"embed_tokens|prepare"):
+    with pytest.raises(OffloadError, match=r"embed_tokens.weight.* before offload.prepare"):
         model.resize_token_embeddings(80, mean_resizing=False)
         model(input_ids=batch, labels=batch)
+
+
+@pytest.mark.parametrize("home", ALL)
+def test_s09_a_new_module_after(home, prepare):
+    model, optimizer = prepare(seeded(Unbiased), home)
+    same_step(lambda m: m(ids(0)), 2)(model, optimizer)
+    model.head = nn.Linear(32, 99)
+    with pytest.raises(OffloadError, match=r"head.weight has come into the model.* before offload.prepare"):
+        model(ids(0))
 
 
 def small_llama(tied):
@@ -956,7 +1006,7 @@ class Buffers(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(17, 17), nn.BatchNorm1d(17), nn.ReLU()) for _ in range(3)
+            nn.Sequential(nn.Linear(17, 17, bias=False), nn.BatchNorm1d(17), nn.ReLU()) for _ in range(3)
         )
         self.register_buffer("cache", torch.linspace(0, 1, 17), persistent=False)
 
@@ -994,40 +1044,57 @@ def test_s16_shapes_stay_true(home, prepare):
         assert mine.nelement() * mine.element_size() == param.nbytes
 
 
-@pytest.mark.parametrize("init", ["normal_", "uniform_", "zeros_", "ones_", "xavier_uniform_"])
-@pytest.mark.parametrize("home", ALL)
-def test_s16_an_initialiser_is_kept_or_refused(home, init, prepare):
-    """Kept inside gather; elsewhere kept, or refused at once or at the next use, never lost without a word."""
-    model, optimizer = prepare(seeded(Branches), home)
+INITS = ["normal_", "zeros_", "xavier_uniform_"]
+
+
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("home", STEP)
+def test_s16_an_initialiser_inside_gather_is_kept(home, init, prepare):
+    model, _ = prepare(seeded(Branches), home)
     written = seeded(Branches)
-    for param in written.parameters():
-        if param.ndim == 2:
-            torch.manual_seed(4)
-            getattr(nn.init, init)(param)
-    with offload.gather(model, modify=True):
-        for param in model.parameters():
-            if param.ndim == 2:
-                torch.manual_seed(4)
-                getattr(nn.init, init)(param)
+    for each in (model, written):
+        with offload.gather(each, modify=True):
+            for param in each.parameters():
+                if param.ndim == 2:
+                    torch.manual_seed(4)
+                    getattr(nn.init, init)(param)
     close(dict(model.state_dict()), dict(written.state_dict()), rtol=0, atol=0)
 
-    for seed, how in enumerate(("parameters", "attribute")):
-        param = list(model.parameters())[0] if how == "parameters" else model.layers[3][0].weight
-        name = "layers.0.0.weight" if how == "parameters" else "layers.3.0.weight"
-        try:
-            torch.manual_seed(10 + seed)
-            getattr(nn.init, init)(param)
-            model(rows(4), range(6)).backward()
-        except (OffloadError, RuntimeError) as error:
-            assert "written to" in str(error) or "single memory location" in str(error)
+
+@pytest.mark.parametrize("how", ["absent", "present", "data"])
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("home", STEP)
+def test_s16_an_initialiser_elsewhere_is_kept_or_refused(home, init, how, prepare):
+    """Refused at once, or when the parameter is needed next; never lost without a word."""
+    model, _ = prepare(seeded(Branches), home)
+    name = "layers.0.0.weight"
+    param = dict(model.named_parameters())[name]
+    with torch.no_grad():
+        model(rows(4), range(6))  # the first unit has left its slot
+    if how == "present":
+        assert model.layers[0][0].weight is param
+    torch.manual_seed(10)
+    expected = getattr(nn.init, init)(torch.empty(param.shape))
+    try:
+        torch.manual_seed(10)
+        if how == "data":
+            param.data = expected.clone()
         else:
-            torch.manual_seed(10 + seed)
-            expected = getattr(nn.init, init)(torch.empty(param.shape))
-            optimizer.zero_grad()
-            for order in ([0], [5], [3, 1], [4, 2]):  # the slots go round
-                with torch.no_grad():
-                    model(rows(4), order)
-            assert torch.equal(model.state_dict()[name], expected), (init, how)
+            getattr(nn.init, init)(param)
+        model(rows(4), [1])  # a forward of training, which does not need it
+        for _ in range(2):
+            with torch.no_grad():
+                model(rows(4), range(6))
+    except (OffloadError, RuntimeError) as error:
+        assert re.search(rf"{name}.*gather|single memory location", str(error))
+        if how == "data":  # still assigned, and refused again
+            with pytest.raises(OffloadError, match="gather"):
+                model(rows(4), [1])
+        else:
+            with torch.no_grad():
+                close(model(rows(4), range(6)), seeded(Branches)(rows(4), range(6)).detach())
+    else:
+        assert torch.equal(model.state_dict()[name], expected)
 
 
 # -- API --------------------------------------------------------------------------------------------------
