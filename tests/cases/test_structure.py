@@ -1,6 +1,6 @@
 """Models and loops as users bring them: numerics, checkpoints, structure and API, one case of the log each.
 
-Oracle: the same loop, written once, with plain PyTorch's model and torch.optim.AdamW. Tests are named by case.
+Oracle: the same loop, written once, over a plain model with torch.optim.AdamW. Tests are named by case.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import ConfigError, OffloadError
-from offload.matmul import WideLinears, bf16_is_native
 
 STEP = ["none", "nvme"]
 ALL = ["none", "nvme", "nvme-backward"]
@@ -69,7 +68,7 @@ def close(got, expected, rtol=1e-5, atol=1e-7):
 
 
 def compare(prepare, home, build, loop, groups=None, *, atol=1e-7, **settings):
-    """One loop over one model, with the engine and plain: what the loop returns, and all weights, are equal."""
+    """One loop over one model, with the engine and plain: what it returns, and all weights, are equal."""
     plain = seeded(build)
     torch.manual_seed(1)
     expected = loop(plain, adamw(groups(plain) if groups else plain.parameters()))
@@ -116,29 +115,25 @@ def rows(count, width=17, seed=3):
 
 
 class TinyGPT(nn.Module):
-    """Two blocks, the head tied to the embedding."""
+    """Two attention blocks, the head tied to the embedding."""
 
-    def __init__(self, width=32, vocabulary=67, tied=True, dropout=0.0):
+    def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
+        self.embed = nn.Embedding(67, 32)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 2 * width, dropout, batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(2)
         )
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 67, bias=False)
+        self.head.weight = self.embed.weight
 
-    def logits(self, ids):
+    def forward(self, ids):
         x = self.embed(ids)
         mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
         for block in self.blocks:
             x = block(x, src_mask=mask, is_causal=True)
-        return self.head(self.norm(x))
-
-    def forward(self, ids):
-        return F.cross_entropy(self.logits(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        return F.cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def ids(seed, length=9):
@@ -166,7 +161,7 @@ def test_n01_several_backwards_before_one_step(home, prepare):
 
 @pytest.mark.parametrize("home", STEP)
 def test_n01_in_bf16(home, prepare):
-    """Sums in fp32 where the configuration says so: then a split batch is the whole batch to bf16 rounding."""
+    """Summed in fp32, as the configuration says, a split batch is the whole one to bf16 rounding."""
     norms, masters = [], []
     for pieces in (4, 1):
         model, optimizer = prepare(
@@ -178,14 +173,8 @@ def test_n01_in_bf16(home, prepare):
         optimizer.step()
         assert optimizer.engine.grad_norm == pytest.approx(expected, rel=1e-5)
         norms.append(optimizer.engine.grad_norm)
-        masters.append(
-            torch.cat(
-                [
-                    offload.read_master(optimizer.engine, s).flatten()
-                    for s in optimizer.engine.partition.trainable
-                ]
-            )
-        )
+        trained = optimizer.engine.partition.trainable
+        masters.append(torch.cat([offload.read_master(optimizer.engine, s).flatten() for s in trained]))
     assert norms[0] == pytest.approx(norms[1], rel=1e-2)
     assert ((masters[0] - masters[1]).abs() > 1e-4).float().mean() < 0.05  # a step is 1e-3
 
@@ -332,11 +321,12 @@ def test_n21_groups_keep_their_numbers(home, prepare):
                 optimizer.load_state_dict(state)
         return seen
 
-    # No bias: a key's bias has a gradient of zero but for rounding, which Adam blows up to full steps.
     compare(prepare, home, Unbiased, loop, three_groups)
 
 
 class Unbiased(nn.Module):
+    """No attention: a key's bias has a gradient of zero but for rounding, which Adam blows up."""
+
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(67, 32)
@@ -434,7 +424,7 @@ def test_n26_a_layer_that_runs_several_times(checkpointing, home, prepare):
         compare(prepare, home, lambda: Looped(checkpointing), same_step(lambda m: m(rows(6))))
 
     if home == "nvme-backward":  # more units are used several times than may wait for the end of backward
-        with pytest.raises(OffloadError, match="offload_optimizer.update to 'step'"):
+        with pytest.raises(OffloadError, match=r"offload_optimizer\.update to 'step'"):
             run()
     else:
         run()
@@ -539,25 +529,15 @@ def test_k03_frozen_weights_are_in_the_checkpoint(home, prepare):
     with torch.no_grad():
         for layer in model.layers:
             layer.base.weight.fill_(0.0123456789)
-    model, optimizer, plain = prepare_and_plain(prepare, model, home)
-    steps_of(plain, optimizer, model)
+    plain, loop = copy.deepcopy(model), same_step(lambda m: m(rows(6, 24)), 3)
+    model, optimizer = prepare(model, home)
+    close(loop(model, optimizer), loop(plain, adamw(plain.parameters())))
     fresh = Adapted()
     fresh.load_state_dict(saved(model), strict=True)
     close(dict(fresh.state_dict()), dict(plain.state_dict()))
     partial = {name: value for name, value in saved(model).items() if "base" not in name}
     with pytest.raises(RuntimeError, match="Missing key"):
         fresh.load_state_dict(partial, strict=True)
-
-
-def prepare_and_plain(prepare, model, home):
-    plain = copy.deepcopy(model)
-    model, optimizer = prepare(model, home)
-    return model, optimizer, plain
-
-
-def steps_of(plain, optimizer, model):
-    loop = same_step(lambda m: m(rows(6, 24)), 3)
-    close(loop(model, optimizer), loop(plain, adamw(plain.parameters())))
 
 
 def saved(model):
@@ -632,7 +612,7 @@ def test_k06_an_adapter_saved_and_resumed(home, prepare):
 MARKERS_SAVED = pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
-    reason="torch.save of a parameter that is absent writes its marker, NaN in the true shape, without a word",
+    reason="torch.save of an absent parameter writes its marker, NaN in the true shape, without a word",
 )
 
 
@@ -642,7 +622,7 @@ MARKERS_SAVED = pytest.mark.xfail(
 )
 def test_k06_an_adapter_saved_from_the_parameters_themselves(home, prepare):
     """Not from the state dict: full tensors, or an exception, and never a file of markers."""
-    model, optimizer, plain = compare(prepare, home, Adapted, same_step(lambda m: m(rows(6, 24)), 2))
+    model, _, plain = compare(prepare, home, Adapted, same_step(lambda m: m(rows(6, 24)), 2))
     buffer = io.BytesIO()
     try:
         torch.save({name: p for name, p in model.named_parameters() if p.requires_grad}, buffer)
@@ -710,7 +690,7 @@ def test_s02_the_order_changes_with_the_data(home, prepare):
     orders += [[i for i in range(6) if chance.random() < 0.6] or [0] for _ in range(4)]
     orders += [list(range(n)) for n in (2, 5, 1)] + [list(range(6))[::-1]] + [chance.sample(range(6), 6)]
     losses = [lambda m, order=order: m(rows(4), order) for order in orders]
-    model, optimizer, _ = compare(prepare, home, Branches, steps(*losses))
+    _, optimizer, _ = compare(prepare, home, Branches, steps(*losses))
     engine = optimizer.engine
     engine.settle()
     if engine.weights.streamed:
@@ -752,7 +732,7 @@ def test_s03_evaluation_between_and_inside(home, prepare):
         train(model, optimizer, (2, 3), watch)
         return seen
 
-    model, _, plain = compare(prepare, home, Evaluated, loop)
+    model, _, _ = compare(prepare, home, Evaluated, loop)
     quiet = seeded(Evaluated)
     loop(quiet, adamw(quiet.parameters()), watch=False)
     close(dict(model.state_dict()), dict(quiet.state_dict()))
@@ -826,8 +806,8 @@ def test_s05_parameters_used_outside_their_module(home, prepare):
 NOT_HELD = pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
-    reason="autograd keeps the parameter itself, not its value, for an op outside the model's forward; once the"
-    " unit has left its slot the gradient is NaN, and every step is refused with a warning that does not say why",
+    reason="for an op outside the model's forward autograd keeps the parameter itself, not its value; once its"
+    " unit has left the slot the gradient is NaN: the step is refused with a warning that does not say why",
 )
 
 
@@ -847,7 +827,7 @@ def test_s05_a_penalty_outside_forward_over_attributes(home, prepare):
 
 @pytest.mark.parametrize("home", STEP)
 def test_s05_a_penalty_outside_forward_over_parameters(home, prepare, caplog):
-    """``model.parameters()`` gives absent ones, whose value is NaN: the loss says so, and nothing is updated."""
+    """``model.parameters()`` gives absent ones, which are NaN: so is the loss, and nothing is updated."""
 
     def loss_of(model):
         return model(rows(4)) + 1e-2 * sum(p.norm() for p in model.parameters())
@@ -1171,12 +1151,3 @@ def test_a01_closure(home, prepare):
         return [optimizer.step(closure).item() for _ in range(3)]
 
     compare(prepare, home, mlp_a, loop)
-
-
-def test_bf16_oracle_is_plain(prepare):
-    """What the bf16 cases above rest on: against a cast model whose linear layers are computed as ours."""
-    plain = seeded(Unbiased).to(torch.bfloat16)
-    if not bf16_is_native():
-        WideLinears(plain)
-    model, _ = prepare(seeded(Unbiased), "nvme", precision="bf16")
-    close(model(ids(0)).item(), plain(ids(0)).item(), rtol=1e-3)

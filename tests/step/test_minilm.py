@@ -105,7 +105,7 @@ def test_contrastive_training_in_fp32_equals_plain(update, swap_path):
     watch, placement = Watch(), Placement("nvme", "nvme", update, chunk=CHUNK)
     outcome = train_offloaded(encoder(), contrastive, pair_batches(), placement, swap_path, lr=LR, look=watch)
     assert plain.losses[4] < plain.losses[2] < plain.losses[0], "the task is learned"
-    # Of 22.7M elements a handful have a gradient that cancels but for rounding: Adam blows it up to a step's size.
+    # Of 22.7M elements a handful have a gradient that cancels but for rounding: Adam blows it up.
     assert_equal_to_plain(outcome, plain, without_gradient=ZERO_GRADIENT, atol=LR / 40)
     torch.testing.assert_close(watch.seen, plain_seen, rtol=1e-5, atol=1e-6)
     moved = (plain_seen[-1] - plain_seen[0]).norm()
