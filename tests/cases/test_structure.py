@@ -806,7 +806,7 @@ def test_s05_parameters_used_outside_their_module(home, prepare):
 NOT_HELD = pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
-    reason="for an op outside the model's forward autograd keeps the parameter itself, not its value; once its"
+    reason="for an op outside the model's forward autograd keeps the parameter, not its value; once its"
     " unit has left the slot the gradient is NaN: the step is refused with a warning that does not say why",
 )
 
