@@ -142,7 +142,7 @@ def gathered(engine: OffloadEngine, params: Sequence[nn.Parameter], *, modify: b
         for stored in stored_params:
             values[stored] = read_weight(engine, stored)
             stored.gathered = values[stored]
-            stored.param.data = values[stored]
+            stored.point(values[stored])
         yield
         if modify:
             for stored in stored_params:

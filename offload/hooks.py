@@ -68,7 +68,7 @@ class _Frame:
 class _PackedWeight:
     """A saved view of a weight: where it lies in the weight plane of which unit, and of which version.
 
-    The version of a frozen weight is None: an update of its unit, as an adapter's beside it, does not change it.
+    The version of a frozen weight is None: an update of an adapter beside it does not change it.
     """
 
     __slots__ = ("dtype", "offset", "size", "stride", "unit", "version")
@@ -145,18 +145,37 @@ class ModuleHooks:
             hold.close()
 
     def _refuse_unknown(self) -> None:
-        """Raises where a parameter asks for a gradient that did not when the model was prepared."""
-        for name, param in self._model.named_parameters():
-            if param.requires_grad and param not in self._trainable:
-                if param in self._engine.partition.of_param:
-                    raise OffloadError(
-                        f"{name} was frozen when the model was prepared: it has no optimizer state and would"
-                        " not be trained; set requires_grad before offload.prepare"
-                    )
-                raise OffloadError(
-                    f"{name} has come into the model after it was prepared, and would not be trained;"
-                    " resize, replace or add parameters before offload.prepare"
-                )
+        """Raises where a parameter would not be trained as its user thinks. Runs often: a bare walk."""
+        of_param, modules = self._engine.partition.of_param, [self._model]
+        while modules:
+            module = modules.pop()
+            modules += [child for child in module._modules.values() if child is not None]
+            for param in module._parameters.values():
+                if param is None:
+                    continue
+                stored = of_param.get(param)
+                if (param.requires_grad and param not in self._trainable) or (
+                    stored is not None and stored.is_replaced
+                ):
+                    self._refuse(param, stored)
+
+    def _refuse(self, param: nn.Parameter, stored: StoredParam | None) -> None:
+        name = next(name for name, other in self._model.named_parameters() if other is param)
+        if stored is None:
+            raise OffloadError(
+                f"{name} has come into the model after it was prepared, and would not be trained;"
+                " resize, replace or add parameters before offload.prepare"
+            )
+        if stored.is_replaced:
+            raise OffloadError(
+                f"{name}.data has been assigned since the model was prepared, which the engine's weights"
+                " do not follow; write inside `with offload.gather(parameters, modify=True)`, and resize"
+                " parameters before offload.prepare"
+            )
+        raise OffloadError(
+            f"{name} was frozen when the model was prepared: it has no optimizer state and would"
+            " not be trained; set requires_grad before offload.prepare"
+        )
 
     def _announce_backward(self, frame: _Frame, output: Any) -> None:
         """Leases the units when the gradient of the output arrives."""

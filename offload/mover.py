@@ -190,8 +190,10 @@ class Mover:
             raise
         self.residency.finish(unit)
         slot = self._slot(self.residency.copies[unit])
-        self._attach(unit, slot.tensor)
-        slot.attached()
+        try:
+            self._attach(unit, slot.tensor)
+        finally:  # it complains of what user code has written, after it has attached
+            slot.attached()
 
     def _drop(self, unit: int) -> None:
         self._detach(unit)

@@ -4,7 +4,8 @@ Note [Absent parameters]
 A parameter stays an ordinary nn.Parameter. While its unit is present, ``p.data`` is a view of the unit's
 weight plane. While it is absent, it is one NaN expanded to the true shape: shape, numel, dtype and device
 stay true, reading gives NaN (for integers the smallest value), never something plausible, and most writes in
-place raise. Those that torch lets through (fill_, zero_) are found when the unit is attached next.
+place raise. Those that torch lets through (fill_, zero_), writes to a present parameter, which would be gone
+with its slot, and a ``p.data`` that somebody else has assigned are found when the unit comes or goes next.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class StoredParam:
     """What ``param.data`` is while the unit is absent. See Note [Absent parameters]."""
     gathered: torch.Tensor | None = None
     """The full value that user code works on inside `offload.gather`; it hides the slot."""
+    given: tuple[int, int] | None = None
+    """Address and version of ``param.data`` as the engine has left it; None where nobody needs to know."""
     step: int = 0
     """Updates this parameter has had (torch counts them per parameter)."""
 
@@ -54,6 +57,27 @@ class StoredParam:
     @property
     def trainable(self) -> bool:
         return self.placed.info.trainable
+
+    def point(self, data: torch.Tensor) -> bool:
+        """Makes ``data`` the parameter's, unless user code works on its gathered value.
+
+        Returns:
+            Whether user code has written to what it pointed at before, and the write is lost.
+        """
+        if self.gathered is not None:
+            self.param.data, self.given = self.gathered, None
+            return False
+        if self.given is not None and self.param.data_ptr() == self.given[0] == data.data_ptr():
+            return False
+        is_written = self.given is not None and self.given != (self.param.data_ptr(), self.param._version)
+        self.param.data = data
+        self.given = (self.param.data_ptr(), self.param._version)
+        return is_written
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether somebody else has assigned ``param.data``."""
+        return self.given is not None and self.param.data_ptr() != self.given[0]
 
     def view(self, plane: torch.Tensor) -> torch.Tensor:
         """This parameter in its unit's weight plane (uint8)."""
@@ -111,6 +135,7 @@ class Partition:
         )
         self.units: list[list[StoredParam]] = []
         self._markers: list[torch.Tensor] = []  # of each unit: one element per parameter
+        self._lost: list[str] = []  # parameters that user code has written to, in vain
         for unit, layout in enumerate(self.inventory.units):
             stored = []
             markers = torch.full((len(layout.params),), math.nan, dtype=self.dtype)
@@ -139,30 +164,37 @@ class Partition:
         return [stored for unit in self.units for stored in unit if stored.trainable]
 
     def attach(self, unit: int, plane: torch.Tensor) -> None:
-        """Points the unit's parameters at their bytes in ``plane`` (uint8)."""
-        if not bool(self._markers[unit].isnan().all()):
-            self._refuse_lost_writes(unit)
-        for stored in self.units[unit]:
-            stored.param.data = stored.view(plane) if stored.gathered is None else stored.gathered
+        """Points the unit's parameters at their bytes in ``plane`` (uint8).
+
+        Raises:
+            OffloadError: afterwards, where something was written to parameters that is lost now.
+        """
+        self._note_marked(unit)
+        self._lost += [stored.name for stored in self.units[unit] if stored.point(stored.view(plane))]
+        if self._lost:
+            names, self._lost = ", ".join(dict.fromkeys(self._lost)), []
+            raise OffloadError(
+                f"{names} was written to while absent, or in a slot that it has left, and the write is lost;"
+                " write inside `with offload.gather(parameters, modify=True)`"
+            )
 
     def detach(self, unit: int) -> None:
         """Makes the unit's parameters absent. See Note [Absent parameters]."""
-        for stored in self.units[unit]:
-            stored.param.data = stored.absent if stored.gathered is None else stored.gathered
+        self._lost += [stored.name for stored in self.units[unit] if stored.point(stored.absent)]
 
     def is_absent(self, param: nn.Parameter) -> bool:
         """Whether reading this parameter gives the marker instead of its value."""
         stored = self.of_param.get(param)
         return stored is not None and bool(param.numel()) and param.data_ptr() == stored.absent.data_ptr()
 
-    def _refuse_lost_writes(self, unit: int) -> None:
-        written = ~self._markers[unit].isnan()
-        names = [stored.name for stored, lost in zip(self.units[unit], written.tolist(), strict=True) if lost]
-        self._markers[unit].fill_(math.nan)
-        raise OffloadError(
-            f"{', '.join(names)} was written to while absent, and the write is lost; write inside"
-            " `with offload.gather(parameters, modify=True)`"
-        )
+    def _note_marked(self, unit: int) -> None:
+        """Remembers what user code has written over the one element of an absent parameter."""
+        if not bool(self._markers[unit].isnan().all()):
+            written = ~self._markers[unit].isnan()
+            self._lost += [
+                stored.name for stored, lost in zip(self.units[unit], written.tolist(), strict=True) if lost
+            ]
+            self._markers[unit].fill_(math.nan)
 
     def _describe(self, name: str, param: nn.Parameter, trainable: bool) -> ParamInfo:
         if not param.is_floating_point() and trainable:

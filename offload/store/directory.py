@@ -103,7 +103,6 @@ class SwapDirectory:
                 break
         self._made_root = []
 
-
     def leave_to_parent(self) -> None:
         """In a forked child: lets go of the lock, which stays the parent's."""
         if self._lock_fd >= 0 and os.getpid() != self._owner_pid:

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 from stack import SimulatedRun, random_failure
 
 from offload.errors import TransferError

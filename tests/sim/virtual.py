@@ -131,7 +131,7 @@ class VirtualQueue:
     def _submit(self, operation: str, buffer: np.ndarray, offset: int) -> VirtualTicket:
         buffer = np.asarray(buffer)
         assert not self.closed, "a transfer after close"
-        assert buffer.dtype == np.uint8 and 0 <= offset and offset + buffer.size <= self.bytes.size
+        assert buffer.dtype == np.uint8 and offset >= 0 and offset + buffer.size <= self.bytes.size
         delay = self._random.choice((0, 1, 2, 5, 5, 20, 200))
         failed = self._fail(len(self.submitted))
         address = buffer.__array_interface__["data"][0]
