@@ -28,10 +28,10 @@ def inventory_of(sizes, *, itemsize=2, frozen=(), activation_bytes=0):
 
 
 def placement(**changes):
-    given_ = dict(
-        precision="bf16", param_home="nvme", state_home="nvme", update="step", grad_itemsize=2,
-        micro_batches=1, host_bytes=GiB,
-    )  # fmt: skip
+    given_ = {
+        "precision": "bf16", "param_home": "nvme", "state_home": "nvme", "update": "step", "grad_itemsize": 2,
+        "micro_batches": 1, "host_bytes": GiB,
+    }  # fmt: skip
     return Placement(**{**given_, **changes})
 
 

@@ -1,5 +1,6 @@
 """The swap directory and the store: who owns it, what is refused, what is left, what comes back."""
 
+import itertools
 import json
 import logging
 import os
@@ -328,7 +329,7 @@ def test_extents_tile_the_file(precision):
     layout = StoreLayout(plan)
     extents = sorted([*layout.weights, *layout.states], key=lambda extent: extent.offset)
     assert extents[0].offset == 0 and extents[-1].end == layout.size == plan.bytes_total("nvme")
-    assert all(a.end == b.offset for a, b in zip(extents, extents[1:], strict=False))
+    assert all(a.end == b.offset for a, b in itertools.pairwise(extents))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
