@@ -150,7 +150,9 @@ class OptimizerPipeline:
         self._jobs: list[_Job] = []
         self._announced: set[int] = set()
         self._writing: deque[_Writing] = deque()
-        self._beginning: set[UnitUpdate] = set()  # whose weights are being fetched: not to be applied meanwhile
+        self._beginning: set[UnitUpdate] = (
+            set()
+        )  # whose weights are being fetched: not to be applied meanwhile
 
     @property
     def pending(self) -> int:

@@ -76,7 +76,7 @@ class SwapDirectory:
         """Raises StoreError where less than ``size`` bytes are free."""
         status = os.statvfs(self.root)
         free = status.f_bavail * status.f_frsize
-        if size > free:
+        if status.f_blocks and size > free:  # some (ramfs, network) have no size to tell
             mount = mount_of(self.root)
             raise StoreError(
                 28,

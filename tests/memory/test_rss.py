@@ -64,7 +64,12 @@ engine.close()
 
 def measure(layers, swap_path, host_bytes):
     # Large pieces go back to the system when they are freed: what is measured is what is in use.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_ARENA_MAX": "1",
+    }
     command = [sys.executable, "-c", SCRIPT, str(layers), str(swap_path), str(host_bytes)]
     result = subprocess.run(
         command, capture_output=True, text=True, check=False, env=environment, timeout=120
@@ -84,7 +89,9 @@ def test_m08_peak_rss_is_the_plan_and_does_not_grow_with_the_model(swap_path):
         activations = layers * BATCH * WIDTH * 4 * 2
         allowed = run["plan"] * 1.1 + activations + 2 * unit
         taken = run["peak"] - run["before"]
-        assert taken <= allowed, f"{taken / MiB:.1f} MiB, {allowed / MiB:.1f} allowed, {run['plan'] / MiB:.1f} planned"
+        assert taken <= allowed, (
+            f"{taken / MiB:.1f} MiB, {allowed / MiB:.1f} allowed, {run['plan'] / MiB:.1f} planned"
+        )
         assert run["nvme"] > 3 * run["plan"]
         assert run["as_planned"]
     assert large["nvme"] > 1.9 * small["nvme"]

@@ -71,7 +71,8 @@ class SimulatedRun:
             state_home="nvme",
             update=self.update,
             grad_itemsize=4,
-            micro_batches=choices.get("micro_batches") or (1 if self.update == "backward" else rng.randint(1, 2)),
+            micro_batches=choices.get("micro_batches")
+            or (1 if self.update == "backward" else rng.randint(1, 2)),
             host_bytes=1 << 40,
         )
         slots = weight_slots or rng.randint(2, 4)

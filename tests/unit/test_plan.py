@@ -44,7 +44,10 @@ def test_sums_by_hand_everything_on_nvme():
     weight_slots, grads, ring = 3 * 6144 * 2, elements * 2, 4 * 6144 * 10
     assert plan.bytes_total("host") == weight_slots + grads + ring + 777
     assert plan.bytes_total("nvme") == elements * 2 + elements * 10
-    assert plan.bytes_at_start() == {("nvme_write", "weight"): elements * 2, ("nvme_write", "residual"): elements * 2}
+    assert plan.bytes_at_start() == {
+        ("nvme_write", "weight"): elements * 2,
+        ("nvme_write", "residual"): elements * 2,
+    }
 
 
 def test_sums_by_hand_everything_in_memory():
@@ -104,7 +107,9 @@ def test_no_trainable_parameter_is_refused():
         MemoryPlan.build(placement(), inventory_of([100, 200], frozen=(0, 1)))
 
 
-@pytest.mark.parametrize("module", ["errors", "bytesize", "config", "plan", "schedule", "blocks", "inventory"])
+@pytest.mark.parametrize(
+    "module", ["errors", "bytesize", "config", "plan", "schedule", "blocks", "inventory"]
+)
 def test_pure_modules_import_no_torch(module):
     script = f"import sys, offload.{module}; sys.exit('torch' in sys.modules)"
     root = str(Path(offload.__file__).parents[1])

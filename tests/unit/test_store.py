@@ -29,7 +29,12 @@ def start(script, *arguments):
     command = [sys.executable, "-c", script, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": ROOT}
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
 
 
@@ -276,7 +281,9 @@ def test_starters_do_not_take_each_other_for_stale(swap_path):
 
 def test_too_little_space_is_refused_with_numbers(swap_path):
     directory = SwapDirectory(swap_path)
-    with pytest.raises(StoreError, match=r"needs 1.00 EiB|needs 1048576.* TiB and .* are free on /") as caught:
+    with pytest.raises(
+        StoreError, match=r"needs 1.00 EiB|needs 1048576.* TiB and .* are free on /"
+    ) as caught:
         directory.check_space(1 << 60)
     assert caught.value.errno == 28
     directory.close()
