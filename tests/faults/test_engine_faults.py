@@ -17,7 +17,7 @@ from offload import aio
 from offload.errors import OffloadError, TransferError
 
 sys.path.append(str(Path(__file__).parents[1] / "sim"))
-from virtual import VirtualQueue  # noqa: E402
+from virtual import VirtualQueue
 
 pytestmark = pytest.mark.timeout(60)
 

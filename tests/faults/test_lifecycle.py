@@ -1,4 +1,4 @@
-"""Leaving a run in every way that Python allows, forks included: no file, thread or descriptor stays behind."""
+"""Leaving a run in every way that Python allows, forks included: no file, thread or descriptor stays."""
 
 import contextlib
 import copy
@@ -89,7 +89,8 @@ def child(number, seconds, update):
         del model, optimizer
 
 rng = random.Random(7)
-moments = [(s, rng.uniform(0.0, 0.7), u) for s in (signal.SIGTERM, signal.SIGINT) for u in ("step", "backward") * 5]
+kinds = [(s, u) for s in (signal.SIGTERM, signal.SIGINT) for u in ("step", "backward") * 5]
+moments = [(number, rng.uniform(0.0, 0.7), update) for number, update in kinds]
 for number, seconds, update in moments:
     pid = os.fork()
     if pid == 0:
@@ -110,6 +111,55 @@ def test_signals_at_random_moments(swap_path):
     assert len(lines) == 20
     for line in lines[10:]:  # the interpreter ends by SIGINT or with 130 or 1, as the moment has it
         assert line.startswith("SIGINT ") and line.endswith("[] True"), result.stdout
+
+
+WORST_MOMENTS = """
+import offload.construct
+from offload.store import SwapDirectory
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def child(moment):
+    if moment == "prepare":
+        real, calls = offload.construct.initial_value, []
+        def source(param):
+            calls.append(param)
+            if len(calls) == 4:
+                die()
+            return real(param)
+        offload.construct.initial_value = source
+    model, optimizer = prepared()
+    train(model, optimizer, 1)
+    engine = optimizer.engine
+    if moment == "backward":
+        model.blocks[1].weight.register_hook(die)
+        train(model, optimizer, 1)
+    if moment == "close":
+        engine.weights.close = die
+        engine.close()
+    if moment == "a close that raises":
+        engine.weights.close = lambda: 1 / 0
+        other_model, other_optimizer = prepared()
+        die()
+
+for moment in ("prepare", "backward", "close", "a close that raises"):
+    pid = os.fork()
+    if pid == 0:
+        sys.stderr = open(os.devnull, "w")
+        child(moment)
+        os._exit(77)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(moment, status, swap_left(), flush=True)
+"""
+
+
+def test_sigterm_at_the_worst_moments(swap_path):
+    """Where weights are on their way home, in backward, in close, and where closing another engine fails."""
+    result = run(WORST_MOMENTS, swap_path)
+    assert result.stdout.splitlines() == [
+        "prepare -15 []", "backward -15 []", "close -15 []", "a close that raises -15 []",
+    ], result.stderr  # fmt: skip
 
 
 KILLED = """
@@ -212,7 +262,7 @@ def test_i02_small_file_system(tmp_path, nothing_left_behind):
 
 
 def descriptors_and_threads():
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
@@ -254,7 +304,7 @@ def test_i08_s14_two_engines_of_equal_shapes_do_not_mix(swap_path):
     for _ in range(1):
         x = [torch.full((2, 48), 0.1 * (step + 1), dtype=torch.bfloat16) for step in range(4)]
         for batch in x:
-            for model, optimizer in (first, second):
+            for model, _ in (first, second):
                 model(batch).backward()
             for _, optimizer in (second, first):
                 optimizer.step()
@@ -267,11 +317,11 @@ def test_i08_s14_two_engines_of_equal_shapes_do_not_mix(swap_path):
 
 @pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps])
 def test_a_prepared_model_is_not_copied(copying, swap_path):
-    """A copy would need a second engine and a second swap file: refused with the way out, and nothing is hurt."""
+    """A copy would need a second engine and swap file: refused with the way out, and nothing is hurt."""
     model, optimizer = offload.prepare(Tiny(), config(swap_path))
     with contextlib.closing(optimizer.engine):
         train(model, optimizer, 1)
-        with pytest.raises(OffloadError, match="cannot be copied or pickled.*state_dict"):
+        with pytest.raises(OffloadError, match=r"cannot be copied or pickled.*state_dict"):
             copying(model)
         train(model, optimizer, 1)
         fresh = Tiny().to(torch.bfloat16)

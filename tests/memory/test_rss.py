@@ -85,9 +85,10 @@ def test_m08_peak_rss_is_the_plan_and_does_not_grow_with_the_model(swap_path):
     small, large = (measure(layers, swap_path, 100 * MiB) for layers in (30, 60))
     for layers, run in ((30, small), (60, large)):
         # Beyond the plan: inputs and masks of each layer; the gradient that autograd has just made; and two
-        # units while the model is built (one being initialised, one being written).
+        # units while the model is built (one being initialised, one being written); and what code and threads
+        # touch when they first run.
         activations = layers * BATCH * WIDTH * 4 * 2
-        allowed = run["plan"] * 1.1 + activations + 2 * unit
+        allowed = run["plan"] * 1.1 + activations + 2 * unit + 4 * MiB
         taken = run["peak"] - run["before"]
         assert taken <= allowed, (
             f"{taken / MiB:.1f} MiB, {allowed / MiB:.1f} allowed, {run['plan'] / MiB:.1f} planned"

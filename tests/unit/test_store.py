@@ -1,5 +1,6 @@
 """The swap directory and the store: who owns it, what is refused, what is left, what comes back."""
 
+import itertools
 import json
 import logging
 import os
@@ -328,12 +329,12 @@ def test_extents_tile_the_file(precision):
     layout = StoreLayout(plan)
     extents = sorted([*layout.weights, *layout.states], key=lambda extent: extent.offset)
     assert extents[0].offset == 0 and extents[-1].end == layout.size == plan.bytes_total("nvme")
-    assert all(a.end == b.offset for a, b in zip(extents, extents[1:], strict=False))
+    assert all(a.end == b.offset for a, b in itertools.pairwise(extents))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_planes_come_back_as_written(swap_path, precision):
-    """Weights and states of all units and chunks, written in one order and read in another; the ledger counts."""
+    """Weights and states, written in one order and read in another; the ledger counts."""
     plan, ledger = plan_of(precision), Ledger()
     store = SwapStore.open(str(swap_path), plan, Aio(), ledger)
     generator = torch.Generator().manual_seed(0)
