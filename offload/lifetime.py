@@ -9,11 +9,14 @@ covered (kill -9, a power cut) leaves a directory whose lock the kernel has give
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import signal
 import threading
 from types import FrameType
 from typing import Protocol
+
+logger = logging.getLogger("offload")
 
 
 class Closable(Protocol):
@@ -55,7 +58,10 @@ def close_all() -> None:
     if _owner_pid != os.getpid():
         return
     for resource in reversed(list(_open.values())):
-        resource.close()
+        try:
+            resource.close()
+        except Exception:  # the others must be closed too
+            logger.exception("could not close %r", resource)
 
 
 def _terminate(number: int, _frame: FrameType | None) -> None:

@@ -20,6 +20,7 @@ import time
 import weakref
 from pathlib import Path
 
+from .. import lifetime
 from ..bytesize import format_bytes
 from ..errors import StoreError
 from ..metrics import mount_of
@@ -48,7 +49,8 @@ class SwapDirectory:
         _open_directories.add(self)
         name = f"{PREFIX}{time.time_ns():x}-{os.getpid()}-rank{rank}"
         self.path = self.root / name
-        hidden = self.root / f".{name}"
+        self._hidden = hidden = self.root / f".{name}"
+        lifetime.register(self)  # first: a signal may end the run at any moment from here
         try:
             _remove_stale(self.root)
             hidden.mkdir(mode=0o700)
@@ -65,7 +67,6 @@ class SwapDirectory:
             os.write(self._lock_fd, (json.dumps(owner) + "\n").encode())
             hidden.rename(self.path)
         except OSError as error:
-            shutil.rmtree(hidden, ignore_errors=True)
             self.close()
             raise StoreError(
                 error.errno, f"cannot make a swap directory: {error.strerror}", str(self.root)
@@ -75,7 +76,7 @@ class SwapDirectory:
         """Raises StoreError where less than ``size`` bytes are free."""
         status = os.statvfs(self.root)
         free = status.f_bavail * status.f_frsize
-        if size > free:
+        if status.f_blocks and size > free:  # some (ramfs, network) have no size to tell
             mount = mount_of(self.root)
             raise StoreError(
                 28,
@@ -88,6 +89,7 @@ class SwapDirectory:
         """Removes the directory and gives the lock back. Idempotent; does nothing in a forked child."""
         if os.getpid() != self._owner_pid:
             return
+        shutil.rmtree(self._hidden, ignore_errors=True)
         if self._lock_fd >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             if self.path.exists():
@@ -102,6 +104,7 @@ class SwapDirectory:
             except OSError:  # another run uses it by now
                 break
         self._made_root = []
+        lifetime.forget(self)
 
     def leave_to_parent(self) -> None:
         """In a forked child: lets go of the lock, which stays the parent's."""

@@ -164,7 +164,7 @@ class SimulatedRun:
         units = range(len(self.counts))
         order = list(units) if order is None else order
         self.in_order &= order == list(units)
-        for _micro_batch in range(self.plan.placement.micro_batches):
+        for _ in range(self.plan.placement.micro_batches):
             self.weights.enter(Phase.FORWARD)
             if self.update == "step":
                 for unit in units:

@@ -119,7 +119,7 @@ def test_a_unit_is_not_updated_again_before_it_is_home(update):
 
 
 def test_gradients_against_the_announced_order_do_not_stop_the_ring():
-    """The ring is full of chunks of a later unit when an earlier one gets its gradient too: no endless loop."""
+    """The ring is full of chunks of one unit when another, announced earlier, gets its gradient."""
     run = SimulatedRun(0, chunks_of=[2, 2, 2], update="backward", ring=2, weight_slots=3)
     run.in_order = False
     for _ in range(2):  # from the second round on, moments are read

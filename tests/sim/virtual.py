@@ -1,9 +1,10 @@
-"""A swap file in memory under a virtual clock: transfers end at seeded polls, in any order, and may fail.
+"""A swap file in memory under a virtual clock: transfers end at seeded polls, in any order, or fail.
 
-It has the interface of `offload.aio.Queue`, so the real store, links, mover, pipeline and engine run on it. It
-knows the one rule that a disk does not tell: transfers in flight at once that overlap, one of them a write,
-have no defined result. Breaking that rule in the file or in memory raises AssertionError at submission, what
-is being read is poisoned until it has arrived, and what is being written may not change until it has ended.
+It has the interface of `offload.aio.Queue`, so the real store, links, mover, pipeline and engine run on it.
+It knows the one rule that a disk does not tell: transfers in flight at once that overlap, one of them a
+write, have no defined result. Breaking that rule in the file or in memory raises AssertionError at
+submission; what is being read is poisoned until it has arrived, and what is being written may not change
+until it has ended.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class VirtualQueue:
     def _submit(self, operation: str, buffer: np.ndarray, offset: int) -> VirtualTicket:
         buffer = np.asarray(buffer)
         assert not self.closed, "a transfer after close"
-        assert buffer.dtype == np.uint8 and offset >= 0 and offset + buffer.size <= self.bytes.size
+        assert buffer.dtype == np.uint8 and buffer.size <= self.bytes.size - offset and offset >= 0
         delay = self._random.choice((0, 1, 2, 5, 5, 20, 200))
         failed = self._fail(len(self.submitted))
         address = buffer.__array_interface__["data"][0]

@@ -28,10 +28,10 @@ def inventory_of(sizes, *, itemsize=2, frozen=(), activation_bytes=0):
 
 
 def placement(**changes):
-    given_ = {
-        "precision": "bf16", "param_home": "nvme", "state_home": "nvme", "update": "step", "grad_itemsize": 2,
-        "micro_batches": 1, "host_bytes": GiB,
-    }  # fmt: skip
+    given_ = dict(  # noqa: C408
+        precision="bf16", param_home="nvme", state_home="nvme", update="step", grad_itemsize=2,
+        micro_batches=1, host_bytes=GiB,
+    )  # fmt: skip
     return Placement(**{**given_, **changes})
 
 
@@ -70,7 +70,7 @@ def test_update_in_backward_takes_two_gradient_slots():
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("steps", [0, 1, 2, 7])
 def test_bytes_moved_by_hand_with_a_slot_for_every_unit(update, steps):
-    """Weights are read once, in the first step; moments are not read in the first; all state is written in each."""
+    """Weights are read in the first step, moments in all but the first; all state is written in each."""
     plan = MemoryPlan.build(placement(update=update), inventory_of([4096, 4096, 4096]))
     n = 3 * 4096
     expected = {
@@ -117,7 +117,7 @@ def test_pure_modules_import_no_torch(module):
 
 
 def test_a_hint_keeps_the_nvme_budget():
-    """Moving the state to nvme would fit the host budget and not the other one: the number is named instead."""
+    """State on nvme would fit the host budget and not the other one: the number is named instead."""
     place = placement(param_home="host", state_home="host", host_bytes=3 << 20, nvme_bytes=1)
     with pytest.raises(PlanError, match=r"the smallest budget that works is \d+$"):
         MemoryPlan.build(place, inventory_of([300_000] * 2))
@@ -197,7 +197,7 @@ def test_a_device_hint_does_not_run_into_the_nvme_budget(place, sizes):
 @settings(max_examples=150, deadline=None)
 @given(placements, models, st.integers(0, 5 << 20))
 def test_more_memory_never_hurts(place, sizes, more):
-    """What fits a budget fits a larger one, with no fewer slots' worth of bytes taken and no byte more moved."""
+    """What fits a budget fits a larger one, with no fewer slots and not a byte more moved."""
     inventory = model_for(place, sizes)
     place = replace(place, nvme_bytes=None)
     try:

@@ -334,7 +334,7 @@ def test_extents_tile_the_file(precision):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_planes_come_back_as_written(swap_path, precision):
-    """Weights and states of all units and chunks, written in one order and read in another; the ledger counts."""
+    """Weights and states, written in one order and read in another; the ledger counts."""
     plan, ledger = plan_of(precision), Ledger()
     store = SwapStore.open(str(swap_path), plan, Aio(), ledger)
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,329 @@
+"""Leaving a run in every way that Python allows, forks included: no file, thread or descriptor stays."""
+
+import contextlib
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_engine_faults import Tiny, config, train
+
+import offload
+from offload import metrics
+from offload.errors import OffloadError
+
+ROOT = Path(offload.__file__).parents[1]
+pytestmark = pytest.mark.timeout(120)
+
+COMMON = """
+import gc, os, random, resource, signal, sys, threading, time, warnings
+sys.path[:0] = sys.argv[2:]
+import torch
+torch.set_num_threads(1)
+import offload
+from test_engine_faults import Tiny, config, train
+swap = sys.argv[1]
+
+def prepared(update="step", **block):
+    return offload.prepare(Tiny(), config(swap, update, **block))
+
+def swap_left():
+    return sorted(os.listdir(swap))
+"""
+
+
+def run(script, swap_path, *, timeout=90):
+    folders = [str(ROOT / "tests" / name) for name in ("faults", "step")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", COMMON + script, str(swap_path), *folders]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, check=False, env=environment
+    )
+
+
+WAYS_OUT = """
+def child(way):
+    model, optimizer = prepared()
+    train(model, optimizer, 2)
+    if way == "exception":
+        raise KeyError("a mistake in the loop")
+    if way == "sys.exit":
+        sys.exit(3)
+    if way == "in backward":
+        model.blocks[0].weight.register_hook(lambda grad: 1 / 0)
+        train(model, optimizer, 1)
+
+for way in ("end of script", "exception", "sys.exit", "in backward"):
+    pid = os.fork()
+    if pid == 0:
+        sys.stderr = open(os.devnull, "w")
+        child(way)
+        sys.exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(way, status, swap_left(), flush=True)
+"""
+
+
+def test_ways_out(swap_path):
+    result = run(WAYS_OUT, swap_path)
+    assert result.stdout.splitlines() == [
+        "end of script 0 []", "exception 1 []", "sys.exit 3 []", "in backward 1 []",
+    ], result.stderr  # fmt: skip
+
+
+SIGNALS = """
+def child(number, seconds, update):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    killer = os.getpid()
+    threading.Timer(seconds, os.kill, (killer, number)).start()
+    while True:
+        model, optimizer = prepared(update)
+        train(model, optimizer, 4)
+        optimizer.engine.close()
+        del model, optimizer
+
+rng = random.Random(7)
+kinds = [(s, u) for s in (signal.SIGTERM, signal.SIGINT) for u in ("step", "backward") * 5]
+moments = [(number, rng.uniform(0.0, 0.7), update) for number, update in kinds]
+for number, seconds, update in moments:
+    pid = os.fork()
+    if pid == 0:
+        sys.stderr = open(os.devnull, "w")
+        child(number, seconds, update)
+    begun = time.monotonic()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    seconds = time.monotonic() - begun
+    print(number.name, status, swap_left(), seconds < 5, flush=True)
+"""
+
+
+def test_signals_at_random_moments(swap_path):
+    """Ten moments each, in prepare, in steps, in close: gone within seconds, with the signal's own status."""
+    result = run(SIGNALS, swap_path)
+    lines = result.stdout.splitlines()
+    assert lines[:10] == ["SIGTERM -15 [] True"] * 10, result.stdout + result.stderr
+    assert len(lines) == 20
+    for line in lines[10:]:  # the interpreter ends by SIGINT or with 130 or 1, as the moment has it
+        assert line.startswith("SIGINT ") and line.endswith("[] True"), result.stdout
+
+
+WORST_MOMENTS = """
+import offload.construct
+from offload.store import SwapDirectory
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def child(moment):
+    if moment == "prepare":
+        real, calls = offload.construct.initial_value, []
+        def source(param):
+            calls.append(param)
+            if len(calls) == 4:
+                die()
+            return real(param)
+        offload.construct.initial_value = source
+    model, optimizer = prepared()
+    train(model, optimizer, 1)
+    engine = optimizer.engine
+    if moment == "backward":
+        model.blocks[1].weight.register_hook(die)
+        train(model, optimizer, 1)
+    if moment == "close":
+        engine.weights.close = die
+        engine.close()
+    if moment == "a close that raises":
+        engine.weights.close = lambda: 1 / 0
+        other_model, other_optimizer = prepared()
+        die()
+
+for moment in ("prepare", "backward", "close", "a close that raises"):
+    pid = os.fork()
+    if pid == 0:
+        sys.stderr = open(os.devnull, "w")
+        child(moment)
+        os._exit(77)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(moment, status, swap_left(), flush=True)
+"""
+
+
+def test_sigterm_at_the_worst_moments(swap_path):
+    """Where weights are on their way home, in backward, in close, and where closing another engine fails."""
+    result = run(WORST_MOMENTS, swap_path)
+    assert result.stdout.splitlines() == [
+        "prepare -15 []", "backward -15 []", "close -15 []", "a close that raises -15 []",
+    ], result.stderr  # fmt: skip
+
+
+KILLED = """
+pid = os.fork()
+if pid == 0:
+    model, optimizer = prepared()
+    train(model, optimizer, 2)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.waitpid(pid, 0)
+left = swap_left()
+print(len(left), flush=True)
+model, optimizer = prepared()
+print(len(swap_left()), left[0] in swap_left(), flush=True)
+train(model, optimizer, 1)
+"""
+
+
+def test_i07_the_next_run_removes_what_kill_9_left(swap_path):
+    result = run(KILLED, swap_path)
+    assert result.stdout.splitlines() == ["1", "1 False"], result.stderr
+    assert "removing the swap directory of a run that has ended" in result.stderr
+
+
+WORKERS = """
+from torch.utils.data import DataLoader
+warnings.simplefilter("ignore")
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return torch.full((48,), 0.1 * index, dtype=torch.bfloat16)
+
+early = iter(DataLoader(Data(), batch_size=2, num_workers=2, multiprocessing_context="fork"))
+next(early)
+model, optimizer = prepared()
+for epoch in range(3):
+    for batch in DataLoader(Data(), batch_size=2, num_workers=2, multiprocessing_context="fork"):
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(swap_left()) == 1, "a worker has removed its parent's files"
+sum(1 for _ in early)
+pid = os.fork()  # in the middle of transfers
+model(batch).backward()
+if pid == 0:
+    sys.exit(0)
+optimizer.step()
+print(os.waitpid(pid, 0)[1], optimizer.engine.report().steps, len(swap_left()))
+"""
+
+
+def test_i15_workers_forked_before_and_after_touch_nothing(swap_path):
+    script = WORKERS.replace("model(batch).backward()\nif pid == 0:\n    sys.exit(0)\n",
+                             "if pid == 0:\n    sys.exit(0)\nmodel(batch).backward()\n")  # fmt: skip
+    result = run(script, swap_path)
+    assert result.stdout.split() == ["0", "13", "1"], result.stdout + result.stderr
+
+
+FILE_LIMIT = """
+limit = int(os.environ["LIMIT_WHEN"])
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY)) if limit == 0 else None
+try:
+    model, optimizer = prepared()
+    if limit:
+        train(model, optimizer, 1)
+        optimizer.engine.settle()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+    train(model, optimizer, 3)
+except offload.TransferError as error:
+    print(error)
+    if limit:
+        optimizer.engine.close()
+print(swap_left())
+"""
+
+
+@pytest.mark.parametrize("when", [0, 1])
+def test_i02_file_size_limit(swap_path, when, monkeypatch):
+    """Before prepare, and lowered in the middle of the run."""
+    monkeypatch.setenv("LIMIT_WHEN", str(when))
+    result = run(FILE_LIMIT, swap_path)
+    message, left = result.stdout.splitlines()
+    assert "File too large" in message and "RLIMIT_FSIZE is 8.00 KiB" in message and "planes.swap" in message
+    assert left == "[]", result.stderr
+
+
+def test_i02_small_file_system(tmp_path, nothing_left_behind):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a file system")
+    try:
+        with pytest.raises(OffloadError, match=r"swap file needs .* KiB and .* KiB are free on .*\(tmpfs\)"):
+            offload.prepare(Tiny(), config(folder))
+        assert list(folder.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def descriptors_and_threads():
+    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_m05_ten_engines_one_after_another(update, swap_path):
+    def once():
+        model, optimizer = offload.prepare(Tiny(), config(swap_path, update))
+        train(model, optimizer, 2)
+        optimizer.engine.close()
+        optimizer.engine.close()
+
+    once()
+    gc.collect()
+    before, rss = descriptors_and_threads(), metrics.rss_bytes()
+    for _ in range(10):
+        once()
+        gc.collect()
+        assert list(swap_path.iterdir()) == []
+    assert descriptors_and_threads() == before
+    assert metrics.rss_bytes() - rss < 50 << 20
+
+
+def test_i08_s14_two_engines_of_equal_shapes_do_not_mix(swap_path):
+    """Interleaved steps give what each gives alone."""
+
+    def build(seed):
+        model = Tiny()
+        torch.manual_seed(seed)
+        for param in model.parameters():
+            torch.nn.init.normal_(param, std=0.1)
+        return offload.prepare(model, config(swap_path))
+
+    alone = []
+    for seed in (1, 2):
+        model, optimizer = build(seed)
+        with contextlib.closing(optimizer.engine):
+            train(model, optimizer, 4)
+            alone.append(model.state_dict())
+    first, second = build(1), build(2)
+    for _ in range(1):
+        x = [torch.full((2, 48), 0.1 * (step + 1), dtype=torch.bfloat16) for step in range(4)]
+        for batch in x:
+            for model, _ in (first, second):
+                model(batch).backward()
+            for _, optimizer in (second, first):
+                optimizer.step()
+                optimizer.zero_grad()
+    for (model, optimizer), reference in zip((first, second), alone, strict=True):
+        with contextlib.closing(optimizer.engine):
+            for name, value in model.state_dict().items():
+                assert torch.equal(value, reference[name])
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps])
+def test_a_prepared_model_is_not_copied(copying, swap_path):
+    """A copy would need a second engine and swap file: refused with the way out, and nothing is hurt."""
+    model, optimizer = offload.prepare(Tiny(), config(swap_path))
+    with contextlib.closing(optimizer.engine):
+        train(model, optimizer, 1)
+        with pytest.raises(OffloadError, match=r"cannot be copied or pickled.*state_dict"):
+            copying(model)
+        train(model, optimizer, 1)
+        fresh = Tiny().to(torch.bfloat16)
+        fresh.load_state_dict(copy.deepcopy(model.state_dict()))
+    copying(fresh)
