@@ -159,8 +159,9 @@ def gather(params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bo
     elif isinstance(params, nn.Module):
         params = params.parameters()
     by_engine: dict[OffloadEngine, list[nn.Parameter]] = {}
+    engines = open_engines()
     for param in params:
-        for engine in open_engines():
+        for engine in engines:
             if param in engine.partition.of_param:
                 by_engine.setdefault(engine, []).append(param)
     with ExitStack() as stack:

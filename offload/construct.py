@@ -11,7 +11,6 @@ constructor works. `prepare` then takes each value from where it is, once.
 from __future__ import annotations
 
 import functools
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterable, Iterator
 from types import TracebackType
@@ -31,8 +30,6 @@ from .inventory import PAGE_BYTES
 from .links import buffer_of
 from .partition import absent_tensor
 from .store import SwapDirectory
-
-logger = logging.getLogger("offload")
 
 FILE_NAME = "construction.swap"
 
@@ -136,7 +133,6 @@ class ConstructionPager:
         self._pages: OrderedDict[nn.Parameter, _Page] = OrderedDict()  # the least recently touched first
         self._live_bytes = 0
         self._end = 0
-        self._modules: list[nn.Module] = []
         self._hook: Any = None
         self._directory = SwapDirectory(nvme_path)
         try:
@@ -180,7 +176,6 @@ class ConstructionPager:
             return
         if not isinstance(module._parameters, _PagedParameters):
             module.__dict__["_parameters"] = _PagedParameters(module._parameters, self._bring_back)
-            self._modules.append(module)
         if param not in self._pages:
             page = _Page(param)
             self._pages[param] = page

@@ -135,13 +135,6 @@ class Mover:
         for unit in list(self._tickets):
             self._finish(unit)
 
-    def drop_all(self) -> None:
-        """Makes every unit absent (all leases must be closed)."""
-        self.settle()
-        for copy in self.residency.copies:
-            if copy.slot is not None:
-                self._drop(copy.block)
-
     def close(self) -> None:
         """Waits for what is in flight, whatever its outcome, so that the slots may go."""
         for ticket in self._tickets.values():

@@ -10,7 +10,6 @@ with its slot, and a ``p.data`` that somebody else has assigned are found when t
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from torch import nn
 from .errors import ConfigError, OffloadError
 from .inventory import Inventory, ParamInfo, PlacedParam, build_inventory
 from .optim import kernels
-
-logger = logging.getLogger("offload")
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -47,9 +47,7 @@ def placement_of(config: OffloadConfig) -> Placement:
 
 def nvme_path_of(config: OffloadConfig) -> str | None:
     """The one directory for swap files; None where nothing is homed on nvme."""
-    zero = config.zero_optimization
-    paths = [path.path for block in (zero.offload_param, zero.offload_optimizer) for path in block.nvme_paths]
-    return next(iter(paths), None)
+    return next(iter(_nvme_paths(config)), None)
 
 
 def refuse_unbuilt(config: OffloadConfig) -> None:
@@ -72,7 +70,7 @@ def refuse_unbuilt(config: OffloadConfig) -> None:
     for block in ("offload_param", "offload_optimizer"):
         if getattr(zero, block).device == "auto":
             refuse(f"zero_optimization.{block}.device", "'auto'", "choose none, cpu or nvme")
-    paths = {path.path for block in (zero.offload_param, zero.offload_optimizer) for path in block.nvme_paths}
+    paths = set(_nvme_paths(config))
     if len(paths) > 1:
         refuse(
             "zero_optimization",
@@ -89,6 +87,11 @@ def refuse_unbuilt(config: OffloadConfig) -> None:
         refuse("WORLD_SIZE", "training on several ranks", "start one process")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _nvme_paths(config: OffloadConfig) -> list[str]:
+    zero = config.zero_optimization
+    return [path.path for block in (zero.offload_param, zero.offload_optimizer) for path in block.nvme_paths]
 
 
 def _home(device: str) -> Home:

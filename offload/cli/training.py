@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +12,7 @@ from .. import metrics
 from ..api import prepare
 from ..checkpoint import export
 from ..integrations.schedulers import build_scheduler, check_schedule
+from ..models.pretrained import persistent_buffers
 from ..models.text import TextDataset, load_tokenizer
 from ..optimizer import OffloadOptimizer
 from ..placement import nvme_path_of
@@ -209,13 +209,6 @@ def _export(job: Job, model: nn.Module, optimizer: OffloadOptimizer) -> None:
         optimizer.engine,
         request.export,
         config=hf_config(job.source, job.config.precision, load_tokenizer(tokenizer).eos_id),
-        buffers=_persistent_buffers(model),
+        buffers=persistent_buffers(model),
         tokenizer_files=tokenizer.parent if tokenizer is not None and tokenizer.is_file() else tokenizer,
     )
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer

@@ -15,7 +15,7 @@ from ..access import read_master, read_weight
 from ..bytesize import format_bytes
 from ..engine import OffloadEngine
 from ..errors import ConfigError, OffloadError, StoreError
-from ..models.pretrained import TensorSpec
+from ..models.pretrained import TensorSpec, persistent_buffers
 from ..models.safetensors_file import write_file
 from ..partition import StoredParam
 
@@ -85,14 +85,6 @@ def write_pickle(engine: OffloadEngine, module: nn.Module, file: Path, *, exclud
     state.update({name: tensor.detach() for name, tensor in persistent_buffers(module)})
     with _replacing(file) as temporary:
         torch.save(state, temporary.path)
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that ``state_dict()`` holds."""
-    for prefix, child in module.named_modules():
-        for name, tensor in child._buffers.items():
-            if tensor is not None and name not in child._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, tensor
 
 
 class _replacing:  # noqa: N801  (used as a statement)

@@ -33,6 +33,7 @@ __all__ = [
     "build_meta_model",
     "export_specs",
     "open_checkpoint",
+    "persistent_buffers",
     "write_checkpoint",
 ]
 
@@ -254,14 +255,19 @@ def _parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that ``state_dict()`` holds, by name."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
 def export_specs(model: nn.Module) -> list[TensorSpec]:
     """What a checkpoint of ``model`` holds: parameters (a tied one once) and persistent buffers. No values
     are read."""
     tensors: dict[str, Any] = dict(model.named_parameters())
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                tensors[f"{prefix}.{name}" if prefix else name] = buffer
+    tensors.update(persistent_buffers(model))
     return [TensorSpec(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
 
 
