@@ -1,10 +1,13 @@
 """Where gradients wait for their update, and how they are shown to the user.
 
 Note [Gradients as users see them]
-Where gradients wait for the step, `p.grad` is a true view of the unit's gradient plane, from the moment it
-is complete: clipping, editing and logging in plain loops work on what the update will read, and autograd
-adds further micro-batches in place. With fp32 accumulation of bf16 gradients the view is fp32, which torch
-allows where the parameter says so (`grad_dtype`).
+Where gradients wait for the step in the memory that computes, `p.grad` is a true view of the unit's gradient
+plane, from the moment it is complete: clipping, editing and logging in plain loops work on what the update will
+read, and autograd adds further micro-batches in place. With fp32 accumulation of bf16 gradients the view is fp32,
+which torch allows where the parameter says so (`grad_dtype`).
+
+Where they wait in host memory and an accelerator computes, `p.grad` is an OffloadedGradient: its shape, type and
+device are true, every operation fetches the value first, and what an operation changes in place is written back.
 
 Where the update runs in backward, the gradient is gone before user code could look at it. `p.grad` is then
 an AbsentGradient until `step()`: whatever touches it raises and names the way out. It never silently does
@@ -13,16 +16,29 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch.utils import _pytree as pytree
 
 from .errors import ConfigError, OffloadError
+from .landing import Landing
 from .partition import Partition, StoredParam
-from .tiers.host import HostTier
 
 GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+Allocate = Callable[[str, Sequence[int]], list[torch.Tensor]]
+"""Memory for gradients, of the tier where they wait: (purpose, sizes)."""
+
+_DESCRIPTIONS = {
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "requires_grad", "is_leaf",
+                 "grad_fn", "is_sparse", "is_quantized", "is_meta")
+} | {
+    torch.Tensor.dim, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.nelement,
+    torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.element_size, torch.Tensor.get_device,
+}  # fmt: skip
+"""What can be asked of a gradient without its value."""
 
 
 class AbsentGradient(torch.Tensor):
@@ -31,16 +47,7 @@ class AbsentGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        if name in (
-            "__get__",
-            "__repr__",
-            "dim",
-            "size",
-            "numel",
-            "stride",
-            "is_floating_point",
-            "is_complex",
-        ):
+        if func in _DESCRIPTIONS or name == "__repr__":
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise OffloadError(
             f"{name}() on a gradient that the update has already used: with offload_optimizer.update 'backward'"
@@ -49,27 +56,85 @@ class AbsentGradient(torch.Tensor):
         )
 
 
-class WaitingGradients:
-    """One gradient plane per unit, for the whole step: `p.grad` is a view of it."""
+class OffloadedGradient(torch.Tensor):
+    """A gradient in host memory, shown on the device. See Note [Gradients as users see them]."""
 
-    def __init__(self, partition: Partition, grad_itemsize: int, host: HostTier) -> None:
-        self._partition = partition
+    fetch: Callable[[], torch.Tensor]
+    """Gives the value, on the device."""
+    write: Callable[[torch.Tensor], None]
+    """Takes a changed value."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DESCRIPTIONS:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        fetched: dict[int, tuple[OffloadedGradient, torch.Tensor, int]] = {}
+
+        def value_of(argument: Any) -> Any:
+            if not isinstance(argument, OffloadedGradient):
+                return argument
+            if id(argument) not in fetched:
+                value = vars(argument)["fetch"]()
+                fetched[id(argument)] = (argument, value, value._version)
+            return fetched[id(argument)][1]
+
+        args, kwargs = pytree.tree_map(value_of, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        for shown, value, version in fetched.values():
+            if value._version != version:
+                vars(shown)["write"](value)
+                result = shown if result is value else result
+        return result
+
+
+class WaitingGradients:
+    """One gradient plane per unit, for the whole step: `p.grad` shows it."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        grad_itemsize: int,
+        allocate: Allocate,
+        landing: Landing,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        """
+        Args:
+            device: the accelerator that makes the gradients, where they wait in host memory.
+        """
+        self._partition, self._landing, self._device = partition, landing, device
         self.dtype = grad_dtype = GRAD_DTYPES[grad_itemsize]
         sizes = [unit.elements * grad_itemsize for unit in partition.inventory.units]
-        self.planes = [piece.view(grad_dtype) for piece in host.allocate("gradients", sizes)]
-        self._views: dict[StoredParam, torch.Tensor] = {}
+        self.planes = [piece.view(grad_dtype) for piece in allocate("gradients", sizes)]
+        self._shown: dict[StoredParam, torch.Tensor] = {}
+        self._adding: set[StoredParam] = set()  # another gradient is to be added to what is there
         for stored in partition.trainable:
             view = stored.view_elements(self.planes[stored.unit])
-            self._views[stored] = view
-            if view.dtype != stored.dtype:
+            if device is None and view.dtype != stored.dtype:
                 allow_grad_dtype(stored, view.dtype)
+            self._shown[stored] = view if device is None else self._show_offloaded(stored, view, device)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether :meth:`before_accumulation` must be called."""
+        return self._device is not None
+
+    def before_accumulation(self, stored: StoredParam) -> None:
+        """Autograd is about to add to ``p.grad``: where that is not the true value, it must not."""
+        if stored.param.grad is self._shown[stored]:
+            self._adding.add(stored)
+            stored.param.grad = None
+        else:
+            self._adding.discard(stored)
 
     def take(self, stored: StoredParam) -> None:
         """Moves the gradient that autograd has just made into the plane; sums made in place are there already."""
-        view, grad = self._views[stored], stored.param.grad
-        if grad is not view and grad is not None:
-            view.copy_(grad)
-            stored.param.grad = view
+        shown, grad = self._shown[stored], stored.param.grad
+        if grad is not shown and grad is not None:
+            self._landing.land(stored, self.planes[stored.unit], grad, add=stored in self._adding)
+            self._adding.discard(stored)
+            stored.param.grad = shown
 
     def present(self, unit: int) -> list[StoredParam]:
         """The unit's parameters that have a gradient now; whatever the user has put there is in the plane."""
@@ -80,43 +145,60 @@ class WaitingGradients:
                 present.append(stored)
         return present
 
+    def scale(self, stored: StoredParam, factor: float) -> None:
+        """Multiplies what waits for the parameter."""
+        stored.view_elements(self.planes[stored.unit]).mul_(factor)
+
     def release(self) -> None:
         """Detaches the gradients from the planes, so that the memory can go."""
-        for stored, view in self._views.items():
-            if stored.param.grad is view:
+        for stored, shown in self._shown.items():
+            if stored.param.grad is shown:
                 stored.param.grad = None
-        self._views.clear()
+        self._shown.clear()
         self.planes.clear()
+
+    def _show_offloaded(
+        self, stored: StoredParam, view: torch.Tensor, device: torch.device
+    ) -> OffloadedGradient:
+        def fetch() -> torch.Tensor:
+            self._landing.settle()
+            return view.to(device, copy=True)
+
+        def write(value: torch.Tensor) -> None:
+            view.copy_(value)
+
+        shown = stored.absent.detach().as_subclass(OffloadedGradient)
+        shown.fetch, shown.write = fetch, write
+        return shown
 
 
 class PassingGradients:
     """A few slots for gradients that are used as soon as their unit is complete."""
+
+    is_offloaded = False
 
     def __init__(
         self,
         partition: Partition,
         grad_itemsize: int,
         slot_count: int,
-        host: HostTier,
+        allocate: Allocate,
+        landing: Landing,
         wait_for_slot: Callable[[], None],
     ) -> None:
         """
         Args:
             wait_for_slot: called while no slot is free; returns when one may have become free.
         """
-        self._partition = partition
+        self._partition, self._landing = partition, landing
         elements = max(unit.elements for unit in partition.inventory.units)
-        pieces = host.allocate("gradient slots", [elements * grad_itemsize] * slot_count)
+        pieces = allocate("gradient slots", [elements * grad_itemsize] * slot_count)
         self._free = [piece.view(GRAD_DTYPES[grad_itemsize]) for piece in pieces]
         self._planes: dict[int, torch.Tensor] = {}
         self._present: dict[int, list[StoredParam]] = {}
         self._wait_for_slot = wait_for_slot
-        absent = torch.full((1,), float("nan"), dtype=partition.dtype)
         self._absent = {
-            stored: absent.expand(stored.placed.info.shape).as_subclass(AbsentGradient)
-            if stored.placed.info.shape
-            else absent.reshape(()).as_subclass(AbsentGradient)
-            for stored in partition.trainable
+            stored: stored.absent.detach().as_subclass(AbsentGradient) for stored in partition.trainable
         }
 
     def scratch(self) -> torch.Tensor:
@@ -141,14 +223,14 @@ class PassingGradients:
             _zero_padding(plane, self._partition.units[stored.unit])
             self._planes[stored.unit] = plane
             self._present[stored.unit] = []
-        view = stored.view_elements(plane)
         present = self._present[stored.unit]
-        if stored in present:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
+        self._landing.land(stored, plane, grad, add=stored in present)
+        if stored not in present:
             present.append(stored)
         stored.param.grad = None
+
+    def before_accumulation(self, stored: StoredParam) -> None:
+        return None
 
     def is_complete(self, unit: int) -> bool:
         """Whether every trained parameter of the unit has its gradient."""

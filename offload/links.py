@@ -2,17 +2,29 @@
 
 Note [Priorities]
 A read that somebody waits for overtakes reads ahead of use, and both overtake write-back.
+
+Note [Ordering]
+Between host and device, copies run on streams of their own, and four rules keep them in order:
+1. What is copied to the device overwrites bytes that compute may still be reading: the copy waits for an event
+   recorded when nobody could look at them any more (``idle``).
+2. Compute reads what was copied only after it has been told to wait for the copy's event.
+3. What is copied to the host was made by compute: the copy waits for an event recorded after it was made.
+4. Host memory that a copy reads or writes, and the source of a copy, stay untouched and alive until the host has
+   seen the copy's event.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from .accel import Accelerator, Event
 from .aio import Queue
+from .bytesize import MiB
 from .ledger import Ledger
+from .tiers.host import HostTier
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -78,6 +90,110 @@ class NvmeLinks:
         stats = self._queue.stats()
         self._ledger.seconds["nvme_read"] = stats.read.seconds_busy - self._seconds_before[0]
         self._ledger.seconds["nvme_write"] = stats.write.seconds_busy - self._seconds_before[1]
+
+    def _count(self, link: str, planes: Sequence[tuple[str, int]], buffer: torch.Tensor) -> None:
+        if sum(size for _, size in planes) != buffer.numel():
+            raise AssertionError(f"{link}: planes {planes} do not add up to {buffer.numel()} bytes")
+        for plane, size in planes:
+            self._ledger.count(link, plane, size)
+
+
+class CopyTicket:
+    """A copy to the host in flight; keeps its source alive until the host has seen its end."""
+
+    def __init__(self, event: Event, source: torch.Tensor) -> None:
+        self._event = event
+        self._source: torch.Tensor | None = source
+
+    def done(self) -> bool:
+        if self._source is not None and self._event.done():
+            self._source = None
+        return self._source is None
+
+    def wait(self) -> None:
+        if self._source is not None:
+            self._event.wait()
+            self._source = None
+
+
+class ThenTicket:
+    """One transfer after another: the second is started once the first has been seen to end."""
+
+    def __init__(self, first: Ticket, start_second: Callable[[], Ticket]) -> None:
+        self._now, self._start_second = first, start_second
+        self._is_second = False
+
+    def done(self) -> bool:
+        if not self._is_second and self._now.done():
+            self._advance()
+        return self._is_second and self._now.done()
+
+    def wait(self) -> None:
+        if not self._is_second:
+            self._advance()
+        self._now.wait()
+
+    def _advance(self) -> None:
+        self._now.wait()
+        self._now, self._is_second = self._start_second(), True
+
+
+class DeviceLinks:
+    """`h2d` and `d2h`, each on a stream of its own. See Note [Ordering]."""
+
+    STAGING_BYTES = (64 * MiB, 16 * MiB, 4 * MiB, 1 * MiB)
+    """Sizes to try for the buffer that stands in where host memory cannot be pinned."""
+
+    def __init__(self, accelerator: Accelerator, host: HostTier, ledger: Ledger) -> None:
+        self._accelerator, self._host, self._ledger = accelerator, host, ledger
+        self._h2d, self._d2h = accelerator.stream("h2d"), accelerator.stream("d2h")
+        self._staging: torch.Tensor | None = None
+        self._staging_free: Event | None = None
+
+    def to_device(
+        self, device: torch.Tensor, host: torch.Tensor, planes: Sequence[tuple[str, int]], *, idle: Event
+    ) -> Event:
+        """Starts filling ``device`` from ``host`` (both uint8) once ``idle`` has passed; gives its end."""
+        self._count("h2d", planes, device)
+        self._h2d.wait(idle)
+        if self._host.is_pinned(host):
+            self._accelerator.copy(device, host, self._h2d)
+        else:
+            self._through_staging(device, host)
+        return self._h2d.record()
+
+    def to_host(self, host: torch.Tensor, device: torch.Tensor, plane: str) -> Ticket:
+        """Starts filling ``host`` from what compute has made in ``device`` until now; same shape and type."""
+        self._ledger.count("d2h", plane, device.nbytes)
+        self._d2h.wait(self._accelerator.compute.record())
+        if self._host.is_pinned(host):
+            self._accelerator.copy(host, device, self._d2h)
+            return CopyTicket(self._d2h.record(), device)
+        # A copy to ordinary memory holds up the calling thread on every device that we know.
+        self._accelerator.copy(host, device, self._d2h)
+        self._d2h.record().wait()
+        return DoneTicket()
+
+    def _through_staging(self, device: torch.Tensor, host: torch.Tensor) -> None:
+        if self._staging is None:
+            self._staging = self._make_staging()
+        staging = self._staging
+        for begin in range(0, host.numel(), max(staging.numel(), 1)):
+            piece = host[begin : begin + staging.numel()]
+            if self._staging_free is not None:
+                self._staging_free.wait()
+            staging[: piece.numel()].copy_(piece)
+            self._accelerator.copy(
+                device[begin : begin + piece.numel()], staging[: piece.numel()], self._h2d
+            )
+            self._staging_free = self._h2d.record()
+
+    def _make_staging(self) -> torch.Tensor:
+        for size in self.STAGING_BYTES:
+            (staging,) = self._host.allocate("staging", [size], pinned=True)
+            if self._host.is_pinned(staging):
+                return staging
+        return staging  # nothing can be pinned: the device's driver has a buffer of its own
 
     def _count(self, link: str, planes: Sequence[tuple[str, int]], buffer: torch.Tensor) -> None:
         if sum(size for _, size in planes) != buffer.numel():

@@ -5,6 +5,11 @@ A slot may be reused only when nobody looks at its bytes: no lease is open, and 
 parameters shares its storage. The second is asked of torch itself (the use count of the storage), which
 covers what no hook can see: views that a checkpointed block has saved for its backward, an output that
 is a parameter, a tensor that user code holds on to.
+
+Note [Two halves]
+Where compute has memory of its own, a slot has a device half besides its host half, and parameters point at
+that. A fetch fills the host half; a lift brings it to the device, for the uses that come next in forward and
+backward (never for an update on the host, nor beyond the end of a backward, after which weights change).
 """
 
 from __future__ import annotations
@@ -17,30 +22,34 @@ import torch
 from .blocks import BlockState, Copy, Lease, Residency
 from .errors import OffloadError
 from .ledger import Ledger
+from .lift import Lifts
 from .links import AHEAD, NEEDED_NOW, Ticket
 from .schedule import Phase, PrefetchScheduler
 
-Read = Callable[[int, torch.Tensor, int], Ticket]
-"""Starts filling a slot with a unit's weight plane, at a priority."""
+Read = Callable[[int, int, int], Ticket]
+"""Starts filling a slot with a unit's weight plane, at a priority: (unit, slot, priority)."""
 
 
 class Slot:
-    """Host memory for one weight plane: uint8, page-aligned, with a storage of its own."""
+    """Memory for one weight plane that compute reads: uint8, with a storage of its own."""
 
-    __slots__ = ("_count_attached", "tensor")
+    __slots__ = ("_count_attached", "_count_bare", "is_attached", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self._count_attached = 0
+        self.is_attached = False
+        """Whether the parameters of a unit are views of it."""
+        self._count_attached = self._count_bare = self._count()
 
     def attached(self) -> None:
         """Remembers how many tensors share the storage now that the parameters do."""
+        self.is_attached = True
         self._count_attached = self._count()
 
     @property
     def is_looked_at(self) -> bool:
         """Whether a tensor besides the parameters shares the storage. See Note [Who still looks]."""
-        return self._count() > self._count_attached
+        return self._count() > (self._count_attached if self.is_attached else self._count_bare)
 
     def _count(self) -> int:
         count: int = torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
@@ -61,19 +70,23 @@ class Mover:
         reclaim: Callable[[], bool],
         scheduler: PrefetchScheduler,
         ledger: Ledger,
+        lifts: Lifts | None = None,
     ) -> None:
         """
         Args:
+            slots: what compute reads: with ``lifts``, their device halves.
             read: starts a read of a unit's plane.
             attach: points a unit's parameters at a slot.
             detach: makes a unit's parameters absent.
             reclaim: asked when every slot is held: gives one hold up, or says that there is none.
+            lifts: brings host halves to the device. See Note [Two halves].
         """
         self.residency = Residency(unit_count, len(slots))
         self.slots = [Slot(tensor) for tensor in slots]
         self.scheduler = scheduler
         self._read, self._attach, self._detach, self._reclaim = read, attach, detach, reclaim
-        self._ledger = ledger
+        self._ledger, self._lifts = ledger, lifts
+        self._wanted: list[int] = []  # units to lift, in the order of their use
         self._tickets: dict[int, Ticket] = {}
         self._last_used = -1
         self._slot_at = {slot.data_ptr(): index for index, slot in enumerate(slots)}
@@ -86,8 +99,23 @@ class Mover:
     def use(self, unit: int) -> None:
         """Makes a unit present, waiting for it where that is needed, and fetches ahead."""
         copy = self.residency.copies[unit]
-        if unit == self._last_used and copy.readable:
+        if unit == self._last_used and copy.readable and self._slot(copy).is_attached:
             return
+        self._use(unit)
+        if self._lifts is not None:
+            self._wanted = [unit, *self.scheduler.next_computed()]
+            self._show(unit)
+            self.lift_ahead()
+
+    def use_on_host(self, unit: int) -> None:
+        """As :meth:`use`, for what needs the host half only. See Note [Two halves]."""
+        if self._lifts is None:
+            self.use(unit)
+        else:
+            self._use(unit)
+
+    def _use(self, unit: int) -> None:
+        copy = self.residency.copies[unit]
         self._last_used = unit
         self.scheduler.use(unit, self.residency.present)
         self.fetch_ahead()
@@ -100,14 +128,23 @@ class Mover:
         """Tells the scheduler that a phase begins, in which the unit used last counts as used anew."""
         self.scheduler.enter(phase, self.residency.present, training=training)
         self._last_used = -1
+        self._wanted.clear()
 
     def lease(self, unit: int) -> Lease:
         """As :meth:`use`, and the unit stays until the lease is closed."""
         self.use(unit)
         return Lease(self.residency.copies[unit])
 
+    def lease_on_host(self, unit: int) -> Lease:
+        """As :meth:`use_on_host`, and the unit stays until the lease is closed."""
+        self.use_on_host(unit)
+        return Lease(self.residency.copies[unit])
+
     def lease_unannounced(self, unit: int) -> Lease:
-        """A lease outside the trace: what is kept for an update in backward, or looked at between steps."""
+        """A lease outside the trace: what is kept for an update in backward, or looked at between steps.
+
+        It is good for the host half.
+        """
         copy = self.residency.copies[unit]
         if copy.state is BlockState.ABSENT:
             self._fetch_anywhere(unit)
@@ -116,11 +153,50 @@ class Mover:
         return Lease(copy)
 
     def plane(self, unit: int) -> torch.Tensor:
-        """The slot of a present unit: its weight plane lies at the front."""
+        """What compute reads of a present unit: its weight plane lies at the front."""
+        return self.slots[self.slot_of(unit)].tensor
+
+    def slot_of(self, unit: int) -> int:
+        """The slot of a present unit."""
         copy = self.residency.copies[unit]
-        if not copy.readable:
+        if not copy.readable or copy.slot is None:
             raise AssertionError(f"unit {unit} is read while {copy.state.name}")
-        return self._slot(copy).tensor
+        return copy.slot
+
+    def is_shown(self, unit: int) -> bool:
+        """Whether the unit's parameters point at a slot."""
+        copy = self.residency.copies[unit]
+        return copy.readable and self._slot(copy).is_attached
+
+    def spoil(self, unit: int) -> None:
+        """The unit's host half has changed: where it has a device half, that is worth nothing any more."""
+        copy = self.residency.copies[unit]
+        if self._lifts is None or copy.slot is None:
+            return
+        self._hide(unit)
+        self._lifts.spoil(copy.slot)
+
+    def settle_lift(self, unit: int) -> None:
+        """Waits until no lift reads the unit's host half: it may be changed then."""
+        slot = self.residency.copies[unit].slot
+        if self._lifts is not None and slot is not None:
+            self._lifts.settle(slot)
+
+    def has_changed(self, unit: int) -> None:
+        """The device half of a present unit has been updated by compute."""
+        if self._lifts is not None:
+            self._lifts.has_changed(self.slot_of(unit))
+
+    def lift_ahead(self) -> None:
+        """Starts the lifts that the trace has asked for, as far as their host halves are there."""
+        while self._lifts is not None and self._wanted:
+            copy = self.residency.copies[self._wanted[0]]
+            if copy.state is BlockState.LOADING and self._tickets[copy.block].done():
+                self._finish(copy.block)
+            if not copy.readable or copy.slot is None:
+                return
+            self._lifts.start(copy.slot, copy.block)
+            self._wanted.pop(0)
 
     def fetch_ahead(self) -> None:
         """Starts the fetches that the scheduler names; those for which no slot is free yet come later."""
@@ -137,6 +213,8 @@ class Mover:
 
     def close(self) -> None:
         """Waits for what is in flight, whatever its outcome, so that the slots may go."""
+        for unit in range(len(self.residency.copies)):
+            self.settle_lift(unit)
         for ticket in self._tickets.values():
             try:
                 ticket.wait()
@@ -165,7 +243,12 @@ class Mover:
     def _fetch(self, unit: int, priority: int) -> None:
         copy = self.residency.begin(unit)
         try:
-            self._tickets[unit] = self._read(unit, self._slot(copy).tensor, priority)
+            if copy.slot is None:
+                raise AssertionError(f"unit {unit} has no slot")
+            if self._lifts is not None:
+                self._lifts.settle(copy.slot)
+                self._lifts.spoil(copy.slot)
+            self._tickets[unit] = self._read(unit, copy.slot, priority)
         except BaseException:
             self.residency.drop(unit)
             raise
@@ -182,14 +265,31 @@ class Mover:
             self.residency.drop(unit)
             raise
         self.residency.finish(unit)
-        slot = self._slot(self.residency.copies[unit])
+        if self._lifts is None:
+            self._show(unit)
+
+    def _show(self, unit: int) -> None:
+        """Points the unit's parameters at its slot; what compute is asked from now on finds it there."""
+        copy = self.residency.copies[unit]
+        slot = self._slot(copy)
+        if self._lifts is not None and copy.slot is not None:
+            self._lifts.show(copy.slot, unit)
+        if slot.is_attached:
+            return
         try:
             self._attach(unit, slot.tensor)
         finally:  # it complains of what user code has written, after it has attached
             slot.attached()
 
+    def _hide(self, unit: int) -> None:
+        """Makes the unit's parameters absent."""
+        slot = self._slot(self.residency.copies[unit])
+        if slot.is_attached:
+            self._detach(unit)
+            slot.is_attached = False
+
     def _drop(self, unit: int) -> None:
-        self._detach(unit)
+        self._hide(unit)
         self.residency.drop(unit)
         if unit == self._last_used:
             self._last_used = -1

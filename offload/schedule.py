@@ -134,6 +134,14 @@ class PrefetchScheduler:
             moves.append(self._pending.popleft())
         return moves
 
+    def next_computed(self) -> list[int]:
+        """The next uses by compute, as far ahead as fetches go, and no farther than the end of a backward."""
+        now = self._now
+        upcoming = list(self._orders[now.phase][now.index : now.index + self._ahead])
+        if now.phase is Phase.FORWARD and now.training:
+            upcoming += self._orders[Phase.BACKWARD][: self._ahead - len(upcoming)]
+        return upcoming
+
     def is_pending(self, unit: int) -> bool:
         """Whether a fetch of the unit has been decided and not started."""
         return any(move.unit == unit for move in self._pending)

@@ -1,4 +1,14 @@
-"""Where weight planes are during training: all in host memory, or streamed through slots."""
+"""Where weight planes are during training: all where compute reads them, or streamed through slots.
+
+Note [Homes of weights]
+- *Resident*: compute and the update read one and the same plane, all of them there for good: in host memory
+  where the CPU computes, in device memory where weights and optimizer state are at home on the device.
+- *Streamed from nvme*: planes come through slots. With an accelerator each slot has a host half and a device half.
+- *Streamed from host memory* to an accelerator: host planes are the truth, slots have a device half only; with as
+  many slots as units every weight stays on the device and is lifted once after each update.
+The update changes the host bytes, and the device half is lifted anew; where optimizer state is at home on the
+device it changes the device half, and the host bytes follow.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +19,8 @@ import torch
 
 from .blocks import BlockState, Lease
 from .ledger import Ledger
-from .links import DoneTicket, Ticket
+from .lift import Lifts
+from .links import DeviceLinks, DoneTicket, ThenTicket, Ticket
 from .mover import Mover
 from .partition import Partition
 from .plan import MemoryPlan
@@ -32,7 +43,7 @@ NO_HOLD = _NoHold()
 
 
 class ResidentWeights:
-    """Every plane stays in host memory, and every parameter is a view of it for good."""
+    """Every parameter is a view of its plane for good. See Note [Homes of weights]."""
 
     streamed = False
 
@@ -51,8 +62,22 @@ class ResidentWeights:
     def lease_unannounced(self, unit: int) -> Hold:
         return NO_HOLD
 
-    def plane(self, unit: int) -> torch.Tensor:
+    def seen(self, unit: int) -> torch.Tensor:
+        """The unit's plane, as compute reads it."""
         return self._planes[unit]
+
+    def plane(self, unit: int) -> torch.Tensor:
+        """The unit's plane, where the update changes it."""
+        return self._planes[unit]
+
+    def host_plane(self, unit: int) -> torch.Tensor:
+        """The unit's plane in host memory: the plane itself, or a copy of it. :meth:`put` makes changes true."""
+        return self._planes[unit].cpu()
+
+    def put(self, unit: int, plane: torch.Tensor, begin: int, end: int) -> None:
+        """Brings the changed bytes [begin, end) of :meth:`host_plane` home."""
+        if plane is not self._planes[unit]:
+            self._planes[unit][begin:end].copy_(plane[begin:end])
 
     def refresh(self, unit: int) -> None:
         """Points the unit's parameters at their plane."""
@@ -81,8 +106,61 @@ class ResidentWeights:
         return
 
 
+class HostBytes(Protocol):
+    """Where the host bytes of units are that pass through slots."""
+
+    def of(self, unit: int, slot: int) -> torch.Tensor:
+        """The weight plane of a unit that is in a slot, or at home here."""
+
+    def fetch(self, unit: int, slot: int, priority: int) -> Ticket:
+        """Starts to make :meth:`of` true."""
+
+    def store(self, unit: int, slot: int, begin: int, end: int) -> Ticket:
+        """Brings the changed bytes [begin, end) of :meth:`of` home."""
+
+    is_home: bool
+    """Whether every unit's bytes are always there."""
+
+
+class HostPlanes:
+    """All planes in host memory: their home."""
+
+    is_home = True
+
+    def __init__(self, planes: Sequence[torch.Tensor]) -> None:
+        self.planes = planes
+
+    def of(self, unit: int, slot: int) -> torch.Tensor:
+        return self.planes[unit]
+
+    def fetch(self, unit: int, slot: int, priority: int) -> Ticket:
+        return DoneTicket()
+
+    def store(self, unit: int, slot: int, begin: int, end: int) -> Ticket:
+        return DoneTicket()
+
+
+class HostSlots:
+    """Slots in host memory for planes whose home is the swap store."""
+
+    is_home = False
+
+    def __init__(self, slots: Sequence[torch.Tensor], store: SwapStore, plan: MemoryPlan) -> None:
+        self.slots, self._store = slots, store
+        self._sizes = [unit.weight_bytes for unit in plan.inventory.units]
+
+    def of(self, unit: int, slot: int) -> torch.Tensor:
+        return self.slots[slot][: self._sizes[unit]]
+
+    def fetch(self, unit: int, slot: int, priority: int) -> Ticket:
+        return self._store.read_weight(unit, self.slots[slot], priority=priority)
+
+    def store(self, unit: int, slot: int, begin: int, end: int) -> Ticket:
+        return self._store.write_weight(unit, self.slots[slot], begin, end)
+
+
 class StreamedWeights:
-    """Planes are at home in the swap store; those in use lie in slots."""
+    """Planes are at home elsewhere; those in use lie in slots. See Note [Homes of weights]."""
 
     streamed = True
 
@@ -90,29 +168,34 @@ class StreamedWeights:
         self,
         partition: Partition,
         plan: MemoryPlan,
-        slots: list[torch.Tensor],
-        store: SwapStore,
+        host: HostPlanes | HostSlots,
         ledger: Ledger,
         reclaim: Callable[[], bool],
+        *,
+        lifts: Lifts | None = None,
+        links: DeviceLinks | None = None,
     ) -> None:
-        self._partition, self._store = partition, store
+        """
+        Args:
+            lifts: the device halves of the slots, where compute has memory of its own.
+            links: given where the update runs on the device.
+        """
+        self._partition, self.host, self._lifts = partition, host, lifts
+        self._links = links
+        slots = [*lifts.halves] if lifts is not None else [*host.slots] if isinstance(host, HostSlots) else []
         self.mover = Mover(
             unit_count=len(partition.units),
             slots=slots,
-            read=lambda unit, slot, priority: store.read_weight(unit, slot, priority=priority),
+            read=host.fetch,
             attach=partition.attach,
             detach=partition.detach,
             reclaim=reclaim,
             scheduler=plan.scheduler(),
             ledger=ledger,
+            lifts=lifts,
         )
-        self._scratch = slots[0]
-        self._updating: dict[int, Lease] = {}
+        self._updating: dict[int, Lease | None] = {}
         self._slot_released = False
-
-    def scratch(self) -> torch.Tensor:
-        """The bytes of a slot, for use before the first fetch."""
-        return self._scratch
 
     def unit_at(self, tensor: torch.Tensor) -> int | None:
         """The unit in whose slot a tensor lies, if it does."""
@@ -129,36 +212,67 @@ class StreamedWeights:
         return self.mover.lease(unit)
 
     def lease_unannounced(self, unit: int) -> Hold:
-        return self.mover.lease_unannounced(unit)
+        """Keeps the unit's host bytes; what compute reads is kept as long as it is not updated."""
+        return NO_HOLD if self.host.is_home else self.mover.lease_unannounced(unit)
+
+    def seen(self, unit: int) -> torch.Tensor:
+        return self.mover.plane(unit)
 
     def plane(self, unit: int) -> torch.Tensor:
-        return self.mover.plane(unit)
+        return self.seen(unit) if self._links is not None else self.host_plane(unit)
+
+    def host_plane(self, unit: int) -> torch.Tensor:
+        """The unit's plane in host memory; the unit is leased, or its home is there."""
+        return self.host.of(unit, -1 if self.host.is_home else self.mover.slot_of(unit))
+
+    def put(self, unit: int, plane: torch.Tensor, begin: int, end: int) -> None:
+        """Brings the changed bytes [begin, end) of :meth:`host_plane` home."""
+        self._store_home(unit, begin, end).wait()
+        self.mover.spoil(unit)
 
     def refresh(self, unit: int) -> None:
         """Points the unit's parameters at what is true now: their slot, or nothing."""
-        copy = self.mover.residency.copies[unit]
-        if copy.readable:
+        if self.mover.is_shown(unit):
             self._partition.attach(unit, self.mover.plane(unit))
         else:
             self._partition.detach(unit)
 
     def begin_update(self, unit: int, *, in_backward: bool) -> None:
-        self._updating[unit] = self.mover.lease_unannounced(unit) if in_backward else self.mover.lease(unit)
-        self.mover.residency.copies[unit].advance(BlockState.DIRTY)
+        """Makes the unit present where the update changes it, until :meth:`end_update`."""
+        lease: Lease | None = None
+        if self._links is not None:
+            lease = self.mover.lease(unit)
+        elif not self.host.is_home:
+            lease = self.mover.lease_unannounced(unit) if in_backward else self.mover.lease_on_host(unit)
+        self._updating[unit] = lease
+        if lease is not None:
+            self.mover.residency.copies[unit].advance(BlockState.DIRTY)
+        if self._links is None:
+            self.mover.settle_lift(unit)
 
     def store(self, unit: int, begin: int, end: int) -> Ticket:
-        return self._store.write_weight(unit, self.mover.plane(unit), begin, end)
+        """Brings the bytes [begin, end) that the update has changed home."""
+        if self._links is None:
+            self.mover.spoil(unit)
+            return self._store_home(unit, begin, end)
+        self.mover.has_changed(unit)
+        host = self.host_plane(unit)[begin:end]
+        to_host = self._links.to_host(host, self.seen(unit)[begin:end], "weight")
+        return ThenTicket(to_host, lambda: self._store_home(unit, begin, end))
 
     def end_update(self, unit: int) -> None:
-        self.mover.residency.copies[unit].advance(BlockState.CLEAN)
-        self._updating.pop(unit).close()
-        self._slot_released = True
+        lease = self._updating.pop(unit)
+        if lease is not None:
+            self.mover.residency.copies[unit].advance(BlockState.CLEAN)
+            lease.close()
+            self._slot_released = True
 
     def poll(self) -> None:
-        """Makes the fetches for which a slot has become free."""
+        """Makes the fetches for which a slot has become free, and the lifts whose bytes have arrived."""
         if self._slot_released:
             self._slot_released = False
             self.mover.fetch_ahead()
+        self.mover.lift_ahead()
 
     def settle(self) -> None:
         """Makes all the fetches that the scheduler still wants, and waits for them."""
@@ -166,7 +280,13 @@ class StreamedWeights:
         self.mover.settle()
 
     def close(self) -> None:
-        """Waits for what is in flight and makes every parameter absent."""
+        """Waits for what is in flight. Parameters at home in host memory stay readable there, others are absent."""
         self.mover.close()
         for unit in range(len(self._partition.units)):
-            self._partition.detach(unit)
+            if self.host.is_home:
+                self._partition.attach(unit, self.host_plane(unit))
+            else:
+                self._partition.detach(unit)
+
+    def _store_home(self, unit: int, begin: int, end: int) -> Ticket:
+        return self.host.store(unit, -1 if self.host.is_home else self.mover.slot_of(unit), begin, end)

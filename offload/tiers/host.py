@@ -3,11 +3,17 @@
 A slab is mapped once with its exact size (no allocator that rounds to powers of two), asks for huge
 pages, and takes memory only when a page is first touched. Every piece has a torch Storage of its own, so
 that the number of tensors looking at it can be asked for (see ``mover``, Note [Who still looks]).
+
+Note [Pinned memory]
+What an accelerator copies from and to is registered with it, slab by slab, as it is. Where the system refuses
+(memlock limits, WSL), the slab stays ordinary memory, and copies go through a small staging buffer that could be
+registered (see `links`): slower, and the same bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 from collections import Counter
 from collections.abc import Sequence
@@ -15,22 +21,32 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..bytesize import MiB, align_up
+from ..accel import Accelerator
+from ..bytesize import MiB, align_up, format_bytes
+from ..errors import OffloadError
+
+logger = logging.getLogger("offload")
 
 HUGE_PAGE_BYTES = 2 * MiB
 
 
 class HostTier:
-    """Allocates host memory and knows what it is for."""
+    """Allocates host memory and knows what it is for. :meth:`close` ends its registration."""
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: Accelerator | None = None) -> None:
         self.allocated: Counter[str] = Counter()
         """Bytes by purpose, as asked for."""
+        self._accelerator = accelerator
+        self._registered: list[torch.Tensor] = []
+        self._warned = False
 
-    def allocate(self, purpose: str, sizes: Sequence[int]) -> list[torch.Tensor]:
+    def allocate(self, purpose: str, sizes: Sequence[int], *, pinned: bool = False) -> list[torch.Tensor]:
         """One zero-filled slab, cut into pieces: uint8 tensors of ``sizes`` bytes, page-aligned.
 
         The memory goes back when the last tensor that looks at the slab is gone.
+
+        Args:
+            pinned: an accelerator copies from or to it. See Note [Pinned memory].
         """
         offsets, end = [], 0
         for size in sizes:
@@ -43,9 +59,39 @@ class HostTier:
             with contextlib.suppress(OSError):  # a kernel without transparent huge pages: only speed is lost
                 slab.madvise(mmap.MADV_HUGEPAGE)
         self.allocated[purpose] += sum(sizes)
+        if pinned and self._accelerator is not None:
+            self._register(purpose, torch.from_numpy(np.frombuffer(slab, np.uint8)))
         return [
             torch.from_numpy(np.frombuffer(slab, np.uint8, size, offset))
             if size
             else torch.empty(0, dtype=torch.uint8)
             for size, offset in zip(sizes, offsets, strict=True)
         ]
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether the accelerator can copy from and to this memory by itself."""
+        address = tensor.data_ptr()
+        return any(slab.data_ptr() <= address < slab.data_ptr() + slab.numel() for slab in self._registered)
+
+    def close(self) -> None:
+        """Ends the registration of every slab. Idempotent."""
+        while self._registered and self._accelerator is not None:
+            self._accelerator.unregister(self._registered.pop())
+
+    def _register(self, purpose: str, slab: torch.Tensor) -> None:
+        if self._accelerator is None:
+            return
+        try:
+            self._accelerator.register(slab)
+        except OffloadError as error:
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "%s of host memory for %s cannot be pinned (%s): copies go through a small pinned buffer,"
+                    " slower and with the same results; raise the limit of locked memory (ulimit -l)",
+                    format_bytes(slab.numel()),
+                    purpose,
+                    error,
+                )
+        else:
+            self._registered.append(slab)

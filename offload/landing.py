@@ -1,0 +1,161 @@
+"""Brings gradients from where autograd has made them into the planes where they wait."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .ledger import Ledger
+from .links import DeviceLinks, DoneTicket, Ticket
+from .partition import StoredParam
+
+
+class Landing(Protocol):
+    """How a gradient gets into its plane."""
+
+    def land(self, stored: StoredParam, plane: torch.Tensor, grad: torch.Tensor, *, add: bool) -> None:
+        """Writes ``grad`` into the parameter's elements of its unit's gradient plane, or adds it to them."""
+
+    def arrived(self, unit: int) -> Ticket:
+        """Done when everything landed for the unit is in its plane."""
+
+    def settle(self) -> None:
+        """Waits until everything landed is in its plane."""
+
+    def poll(self) -> None:
+        """Moves on what can move without waiting."""
+
+
+class LocalLanding:
+    """Gradients are made in the memory where they wait."""
+
+    def land(self, stored: StoredParam, plane: torch.Tensor, grad: torch.Tensor, *, add: bool) -> None:
+        view = stored.view_elements(plane)
+        if add:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+
+    def arrived(self, unit: int) -> Ticket:
+        return DoneTicket()
+
+    def settle(self) -> None:
+        return None
+
+    def poll(self) -> None:
+        return None
+
+
+@dataclass(eq=False)
+class _Crossing:
+    """One piece of a gradient on its way to host memory."""
+
+    stored: StoredParam
+    ticket: Ticket
+    to: torch.Tensor
+    staging: torch.Tensor | None = None
+    """Where it arrives; None where that is ``to`` itself."""
+    add: bool = False
+
+
+class CrossingLanding:
+    """Gradients are made on an accelerator, in the compute type, and wait in host memory.
+
+    The first gradient of a step goes straight into the plane where the types are equal; what is widened or added
+    to what is there arrives in a staging buffer first. Pieces arrive in the order in which they were sent, so sums
+    have one order of additions, whatever is slow.
+    """
+
+    def __init__(self, links: DeviceLinks, staging: Sequence[torch.Tensor], ledger: Ledger) -> None:
+        """
+        Args:
+            staging: pinned buffers of one size (uint8).
+        """
+        self._links, self._ledger = links, ledger
+        self._free = list(staging)
+        self._staging_bytes = staging[0].numel() if staging else 0
+        self._crossing: deque[_Crossing] = deque()
+        self._of_unit: Counter[int] = Counter()
+
+    def land(self, stored: StoredParam, plane: torch.Tensor, grad: torch.Tensor, *, add: bool) -> None:
+        begin, end = stored.placed.begin, stored.placed.end
+        flat = _in_plane_order(stored, grad)
+        if not add and grad.dtype == plane.dtype:
+            while any(crossing.stored is stored for crossing in self._crossing):
+                self._wait_for_oldest()  # of a gradient that user code has thrown away since
+            self._send(_Crossing(stored, DoneTicket(), plane[begin:end]), flat)
+            return
+        elements = self._staging_bytes // grad.element_size()
+        for first in range(0, flat.numel(), elements):
+            piece = flat[first : first + elements]
+            while not self._free:
+                with self._ledger.stall("gradients"):
+                    self._wait_for_oldest()
+            staging = self._free.pop()
+            to = plane[begin + first : begin + first + piece.numel()]
+            self._send(_Crossing(stored, DoneTicket(), to, staging, add), piece)
+
+    def arrived(self, unit: int) -> Ticket:
+        return _Arrival(self, unit)
+
+    def is_complete(self, unit: int) -> bool:
+        return not self._of_unit[unit]
+
+    def settle(self) -> None:
+        while self._crossing:
+            self._wait_for_oldest()
+
+    def settle_unit(self, unit: int) -> None:
+        while self._of_unit[unit]:
+            self._wait_for_oldest()
+
+    def poll(self) -> None:
+        while self._crossing and self._crossing[0].ticket.done():
+            self._wait_for_oldest()
+
+    def _send(self, crossing: _Crossing, piece: torch.Tensor) -> None:
+        to = crossing.to
+        if crossing.staging is not None:
+            to = crossing.staging[: piece.nbytes].view(piece.dtype)
+        crossing.ticket = self._links.to_host(to, piece, "grad")
+        self._crossing.append(crossing)
+        self._of_unit[crossing.stored.unit] += 1
+
+    def _wait_for_oldest(self) -> None:
+        crossing = self._crossing[0]
+        crossing.ticket.wait()
+        self._crossing.popleft()
+        if crossing.staging is not None:
+            arrived = crossing.staging.view(crossing.stored.dtype)[: crossing.to.numel()]
+            if crossing.add:
+                crossing.to.add_(arrived)
+            else:
+                crossing.to.copy_(arrived)
+            self._free.append(crossing.staging)
+        self._of_unit[crossing.stored.unit] -= 1
+
+
+class _Arrival:
+    """Everything that was sent for a unit. See :meth:`Landing.arrived`."""
+
+    def __init__(self, landing: CrossingLanding, unit: int) -> None:
+        self._landing, self._unit = landing, unit
+
+    def done(self) -> bool:
+        self._landing.poll()
+        return self._landing.is_complete(self._unit)
+
+    def wait(self) -> None:
+        self._landing.settle_unit(self._unit)
+
+
+def _in_plane_order(stored: StoredParam, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient's elements in the order of the plane, flat; on the device."""
+    if grad.stride() != stored.stride or not grad.numel():
+        laid_out = torch.empty_strided(grad.shape, stored.stride, dtype=grad.dtype, device=grad.device)
+        grad = laid_out.copy_(grad)
+    return grad.as_strided((grad.numel(),), (1,))
