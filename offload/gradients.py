@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .errors import ConfigError, OffloadError
-from .partition import Partition, StoredParam
+from .partition import Partition, StoredParam, absent_tensor
 from .tiers.host import HostTier
 
 GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -111,11 +111,8 @@ class PassingGradients:
         self._planes: dict[int, torch.Tensor] = {}
         self._present: dict[int, list[StoredParam]] = {}
         self._wait_for_slot = wait_for_slot
-        absent = torch.full((1,), float("nan"), dtype=partition.dtype)
         self._absent = {
-            stored: absent.expand(stored.placed.info.shape).as_subclass(AbsentGradient)
-            if stored.placed.info.shape
-            else absent.reshape(()).as_subclass(AbsentGradient)
+            stored: absent_tensor(stored.placed.info.shape, stored.dtype).as_subclass(AbsentGradient)
             for stored in partition.trainable
         }
 

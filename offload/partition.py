@@ -238,7 +238,7 @@ def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
 
 
 def absent_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What a parameter's ``data`` is while its bytes are elsewhere. See Note [Absent parameters]."""
+    """What stands for a tensor while its bytes are elsewhere. See Note [Absent parameters]."""
     return _expanded(_marker(dtype), shape)
 
 
