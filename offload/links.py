@@ -6,12 +6,14 @@ A read that somebody waits for overtakes reads ahead of use, and both overtake w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from .aio import Queue
+from .errors import TransferError
 from .ledger import Ledger
 
 if TYPE_CHECKING:
@@ -40,6 +42,17 @@ class DoneTicket:
 
     def wait(self) -> None:
         return None
+
+
+def wait_for_end(tickets: Iterable[Ticket]) -> None:
+    """Waits for transfers whose outcome nobody needs any more, so that their buffers may go.
+
+    A TransferError is ignored: what failed has ended too, and nobody will read its bytes. Anything else that
+    waiting raises gets through.
+    """
+    for ticket in tickets:
+        with contextlib.suppress(TransferError):
+            ticket.wait()
 
 
 def buffer_of(tensor: torch.Tensor) -> Buffer:

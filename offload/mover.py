@@ -17,7 +17,7 @@ import torch
 from .blocks import BlockState, Copy, Lease, Residency
 from .errors import OffloadError
 from .ledger import Ledger
-from .links import AHEAD, NEEDED_NOW, Ticket
+from .links import AHEAD, NEEDED_NOW, Ticket, wait_for_end
 from .schedule import Phase, PrefetchScheduler
 
 Read = Callable[[int, torch.Tensor, int], Ticket]
@@ -137,11 +137,7 @@ class Mover:
 
     def close(self) -> None:
         """Waits for what is in flight, whatever its outcome, so that the slots may go."""
-        for ticket in self._tickets.values():
-            try:
-                ticket.wait()
-            except OffloadError:
-                continue  # nobody needs the bytes any more
+        wait_for_end(self._tickets.values())
         self._tickets.clear()
 
     # -- steps --------------------------------------------------------------------------------------------
