@@ -2,10 +2,7 @@
 
     python -m benchmarks.adam --millions 100 --peer-python path/to/python/that/has/deepspeed
 
-Contestants take turns, one step each, round after round, so that a busy neighbour or a change of clock meets
-all of them; medians over the rounds are compared, and the best shows what a quiet machine would give. The
-peer runs in its own interpreter as a server that makes one step per line on its standard input. Copy
-bandwidth is that of ``tensor.copy_``, counted as bytes read + written.
+The peer runs in its own interpreter. Copy bandwidth is that of ``tensor.copy_``, counted as bytes read + written.
 """
 
 from __future__ import annotations
@@ -14,42 +11,21 @@ import argparse
 import json
 import mmap
 import os
-import platform
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
 
+from .harness import Answer, Contestant, Server, header, host, serve, table, take_turns, timed
+
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
-REPLY = "seconds "  # starts the peer's answers; its libraries print too
 
 
-@dataclass
-class Contestant:
-    name: str
-    bytes_per_parameter: int  # read + written
-    run: Callable[[], float]  # one step; returns its seconds
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-
-def timed(step: Callable[[], object]) -> Callable[[], float]:
-    def run() -> float:
-        start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
-
-    return run
+def contestant(name: str, bytes_per_parameter: int, step: Callable[[], Answer]) -> Contestant:
+    """Bytes are those read and written."""
+    return Contestant(name, step, {"bytes_per_parameter": bytes_per_parameter})
 
 
 # ---- ours ----
@@ -84,7 +60,7 @@ def our_contestants(numel: int, options: argparse.Namespace) -> Iterator[Contest
         for isa in options.isas or [isa for isa in kernels.isas() if isa != "scalar"] or ["scalar"]:
             for name, planes in formats.items():
                 written = sum(plane.itemsize for plane in planes[:-1] if plane is not None)
-                yield Contestant(
+                yield contestant(
                     f"offload {name} {isa} {where}",
                     2 * written + planes[-1].itemsize,
                     timed(
@@ -93,7 +69,7 @@ def our_contestants(numel: int, options: argparse.Namespace) -> Iterator[Contest
                         )
                     ),
                 )
-            yield Contestant(
+            yield contestant(
                 f"offload norm bf16 {isa} {where}",
                 2,
                 timed(
@@ -103,7 +79,7 @@ def our_contestants(numel: int, options: argparse.Namespace) -> Iterator[Contest
                 ),
             )
     source, target = filled(torch.float32), zeros(torch.float32)
-    yield Contestant("copy", 8, timed(lambda: target.copy_(source)))
+    yield contestant("copy", 8, timed(lambda: target.copy_(source)))
 
 
 # ---- peers ----
@@ -113,65 +89,30 @@ def torch_fused(numel: int) -> Contestant:
     param = torch.nn.Parameter(torch.randn(numel))
     param.grad = torch.randn(numel)
     optimizer = torch.optim.AdamW([param], lr=HYPER["lr"], weight_decay=HYPER["weight_decay"], fused=True)
-    return Contestant("torch AdamW fused fp32", 28, timed(optimizer.step))
+    return contestant("torch AdamW fused fp32", 28, timed(optimizer.step))
 
 
-def serve_peer(numel: int) -> None:
-    """In the peer's interpreter: one step of DeepSpeedCPUAdam per line read."""
+PEERS = {"DeepSpeedCPUAdam fp32": torch.float32, "DeepSpeedCPUAdam bf16 params": torch.bfloat16}
+
+
+def make_peer(numel: int) -> Callable[[str], Answer]:
+    """In the peer's interpreter: one step of the DeepSpeedCPUAdam that is asked for."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    steps = []
-    for dtype in (torch.float32, torch.bfloat16):
+    steps = {}
+    for name, dtype in PEERS.items():
         param = torch.nn.Parameter(torch.randn(numel, dtype=dtype))
         param.grad = torch.randn(numel, dtype=dtype)
-        steps.append(
-            timed(DeepSpeedCPUAdam([param], lr=HYPER["lr"], weight_decay=HYPER["weight_decay"]).step)
-        )
-    for line in sys.stdin:
-        print(f"{REPLY}{steps[int(line)]()}", flush=True)
+        optimizer = DeepSpeedCPUAdam([param], lr=HYPER["lr"], weight_decay=HYPER["weight_decay"])
+        steps[name] = timed(optimizer.step)
+    return lambda name: steps[name]()
 
 
-@contextmanager
-def peer_contestants(python: str, numel: int) -> Iterator[list[Contestant]]:
-    """DeepSpeedCPUAdam with fp32 and with bf16 parameters; nothing where it cannot be imported."""
-    tools = (
-        f"{Path(python).absolute().parent}{os.pathsep}{os.environ['PATH']}"  # its compiler driver is there
-    )
-    environment = {**os.environ, "PATH": tools, "DS_ACCELERATOR": "cpu"}
-    found = subprocess.run(
-        [python, "-c", "import deepspeed"], env=environment, capture_output=True, check=False
-    )
-    if found.returncode != 0:
-        print(f"no peer: {python} cannot import deepspeed", file=sys.stderr)
-        yield []
-        return
-    command = [python, __file__, "--serve-peer", "--millions", str(numel / 1e6)]
-    with subprocess.Popen(
-        command,
-        env=environment,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as server:
-
-        def step(index: int) -> float:
-            if server.stdin is None or server.stdout is None:
-                raise AssertionError("the peer was started without pipes")
-            server.stdin.write(f"{index}\n")
-            server.stdin.flush()
-            for line in server.stdout:
-                if line.startswith(REPLY):
-                    return float(line[len(REPLY) :])
-            raise RuntimeError("the peer ended without an answer; run it by hand with --serve-peer")
-
-        # Parameter and moments both ways, gradient read; with bf16 parameters its moments are bf16 too.
-        yield [
-            Contestant("DeepSpeedCPUAdam fp32", 28, lambda: step(0)),
-            Contestant("DeepSpeedCPUAdam bf16 params", 14, lambda: step(1)),
-        ]
-        if server.stdin is not None:
-            server.stdin.close()
+def peer_contestants(peer: Server) -> Iterator[Contestant]:
+    """Parameter and moments both ways, gradient read; with bf16 parameters its moments are bf16 too."""
+    for name, dtype in PEERS.items():
+        yield contestant(name, 7 * dtype.itemsize, lambda name=name: peer.step(name))
 
 
 # ---- report ----
@@ -179,17 +120,20 @@ def peer_contestants(python: str, numel: int) -> Iterator[list[Contestant]]:
 
 def rows(contestants: Sequence[Contestant], numel: int) -> list[dict[str, Any]]:
     by_name = {contestant.name: contestant for contestant in contestants}
-    copy_rate = by_name["copy"].bytes_per_parameter / by_name["copy"].median
     base = by_name.get("DeepSpeedCPUAdam fp32") or by_name["torch AdamW fused fp32"]
+
+    def rate(c: Contestant) -> float:
+        return c.details["bytes_per_parameter"] * numel / c.median / 1e9
+
     return [
         {
             "name": c.name,
             "median_seconds": c.median,
             "best_seconds": min(c.seconds),
             "gparam_per_s": numel / c.median / 1e9,
-            "bytes_per_parameter": c.bytes_per_parameter,
-            "gb_per_s": c.bytes_per_parameter * numel / c.median / 1e9,
-            "of_copy_bandwidth": c.bytes_per_parameter / c.median / copy_rate,
+            "bytes_per_parameter": c.details["bytes_per_parameter"],
+            "gb_per_s": rate(c),
+            "of_copy_bandwidth": rate(c) / rate(by_name["copy"]),
             "ratio": base.median / c.median,
             "base": base.name,
         }
@@ -197,15 +141,20 @@ def rows(contestants: Sequence[Contestant], numel: int) -> list[dict[str, Any]]:
     ]
 
 
-def print_table(table: list[dict[str, Any]]) -> None:
-    base = table[0]["base"]
-    print(f"| {'contestant':38} | median s | best s | Gparam/s | B/param | GB/s | of copy | x {base} |")
-    print("|:--|--:|--:|--:|--:|--:|--:|--:|")
-    for row in table:
-        seconds = f"{row['median_seconds']:8.4f} | {row['best_seconds']:6.4f}"
-        rates = f"{row['gparam_per_s']:8.2f} | {row['bytes_per_parameter']:7d} | {row['gb_per_s']:4.1f}"
-        ratios = f"{row['of_copy_bandwidth']:7.2f} | {row['ratio']:.2f}"
-        print(f"| {row['name']:38} | {seconds} | {rates} | {ratios} |")
+def as_table(results: Sequence[dict[str, Any]]) -> str:
+    columns = ["contestant", "median s", "best s", "Gparam/s", "B/param", "GB/s", "of copy"]
+    cells = (
+        [
+            row["name"],
+            *(f"{row[key]:.4f}" for key in ("median_seconds", "best_seconds")),
+            f"{row['gparam_per_s']:.2f}",
+            str(row["bytes_per_parameter"]),
+            f"{row['gb_per_s']:.1f}",
+            *(f"{row[key]:.2f}" for key in ("of_copy_bandwidth", "ratio")),
+        ]
+        for row in results
+    )
+    return table([*columns, f"x {results[0]['base']}"], cells)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -229,28 +178,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     numel = int(options.millions * 1e6)
     if options.serve_peer:
-        serve_peer(numel)
+        serve(lambda: make_peer(numel))
         return 0
     with ExitStack() as stack:
         contestants = [*our_contestants(numel, options), torch_fused(numel)]
         if options.peer_python:
-            contestants += stack.enter_context(peer_contestants(options.peer_python, numel))
-        for round_ in range(options.rounds + 1):
-            for contestant in contestants:
-                seconds = contestant.run()
-                if round_ > 0:
-                    contestant.seconds.append(seconds)
-    table = rows(contestants, numel)
+            arguments = ["--serve-peer", f"--millions={options.millions}"]
+            try:
+                peer = Server("benchmarks.adam", arguments, python=options.peer_python)
+                contestants += peer_contestants(stack.enter_context(closing(peer)))
+            except RuntimeError as error:
+                print(f"no peer: {error}", file=sys.stderr)
+        take_turns(contestants, options.rounds)
+    results = rows(contestants, numel)
     if options.json:
-        host = {"machine": platform.machine(), "system": platform.release(), "cpus": os.cpu_count()}
         settings = {key: value for key, value in vars(options).items() if key != "serve_peer"}
-        print(
-            json.dumps(
-                {"host": host, "torch": torch.__version__, "settings": settings, "rows": table}, indent=2
-            )
-        )
+        print(json.dumps({"host": host(), "settings": settings, "rows": results}, indent=2))
     else:
-        print_table(table)
+        print(header(f"python -m benchmarks.adam --millions {options.millions:g}", host()))
+        print(as_table(results))
     return 0
 
 

@@ -2,9 +2,8 @@
 
     python -m benchmarks.step --swap DIR --peer-python path/to/python/that/has/deepspeed
 
-Every contestant is a process of its own that makes one step per line on its standard input, so they take
-turns, round after round, on one machine and one disk; all are compared by their medians, and the first round
-is not counted. Same model, batch, optimizer and clipping for all:
+Every contestant is a process of its own, on one machine and one disk. Same model, batch, optimizer and clipping
+for all:
 
 - plain: everything in memory; in bf16 over fp32 master weights with torch's fused AdamW;
 - cpu, nvme-optimizer, nvme: the engine with parameters and optimizer in host memory, the optimizer on NVMe,
@@ -18,11 +17,10 @@ import argparse
 import json
 import os
 import resource
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +29,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-READY, REPLY = "ready ", "seconds "
+from .harness import Answer, Contestant, Server, header, host, serve, table, take_turns
+
 OURS = ("cpu", "nvme-optimizer", "nvme")
 PEERS = ("deepspeed-cpu", "deepspeed-nvme")
-ROOT = Path(__file__).resolve().parents[1]
+SIZES = ("precision", "layers", "width", "length", "vocabulary")
 
 
 class Block(nn.Module):
@@ -176,78 +175,50 @@ def deepspeed(options: argparse.Namespace, name: str) -> Callable[[torch.Tensor]
     return step
 
 
-def serve(options: argparse.Namespace, name: str) -> None:
-    """One step per line of standard input; answers with its seconds, loss and the process's peak memory."""
-    answer = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries print; the answers are ours alone
-    make = {"plain": plain}.get(name) or (lambda o: ours(o, name) if name in OURS else deepspeed(o, name))
-    step = make(options)
+def make_step(options: argparse.Namespace, name: str) -> Callable[[str], Answer]:
+    """In the contestant's process: one step, its seconds and loss, and the process's peak memory."""
+    if name == "plain":
+        step = plain(options)
+    else:
+        step = ours(options, name) if name in OURS else deepspeed(options, name)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, options.vocabulary, (1, options.length), generator=generator)
-    answer.write(f"{READY}\n")
-    for _ in sys.stdin:
+
+    def answer(_what: str) -> Answer:
         begin = time.perf_counter()
         loss = step(ids)
         seconds = time.perf_counter() - begin
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        answer.write(
-            f"{REPLY}{json.dumps({'seconds': seconds, 'loss': loss.item(), 'rss_peak_bytes': peak})}\n"
-        )
+        return {"seconds": seconds, "loss": loss.item(), "rss_peak_bytes": peak}
+
+    return answer
 
 
-class Contestant:
-    """A serving process and what it has answered."""
+def row(contestant: Contestant) -> dict[str, Any]:
+    last = contestant.answers[-1]
+    return {
+        "name": contestant.name,
+        "seconds_median": contestant.median,
+        "seconds_min": min(contestant.seconds),
+        "seconds_max": max(contestant.seconds),
+        "loss_last": last["loss"],
+        "rss_peak_bytes": last["rss_peak_bytes"],
+    }
 
-    def __init__(self, name: str, python: str, arguments: Sequence[str]) -> None:
-        self.name = name
-        path = os.pathsep.join([str(Path(python).parent), os.environ["PATH"]])
-        environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            [python, "-m", "benchmarks.step", "--serve", name, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-            cwd=ROOT,
-        )
-        self.answers: list[dict[str, float]] = []
-        self._read(READY)
 
-    def step(self) -> None:
-        if self.process.stdin is None:
-            raise AssertionError("no pipe")
-        self.process.stdin.write("step\n")
-        self.process.stdin.flush()
-        self.answers.append(json.loads(self._read(REPLY)))
-
-    def close(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-        self.process.wait()
-
-    def row(self) -> dict[str, Any]:
-        counted = self.answers[1:] or self.answers
-        seconds = [answer["seconds"] for answer in counted]
-        return {
-            "name": self.name,
-            "seconds_median": statistics.median(seconds),
-            "seconds_min": min(seconds),
-            "seconds_max": max(seconds),
-            "loss_last": self.answers[-1]["loss"],
-            "rss_peak_bytes": self.answers[-1]["rss_peak_bytes"],
-        }
-
-    def _read(self, prefix: str) -> str:
-        if self.process.stdout is None:
-            raise AssertionError("no pipe")
-        for line in self.process.stdout:
-            if line.startswith(prefix):
-                return line.removeprefix(prefix)
-        raise RuntimeError(
-            f"{self.name} ended with status {self.process.wait()}; run it with --serve to see why"
-        )
+def as_table(rows: Sequence[dict[str, Any]]) -> str:
+    columns = ["contestant", "median s", "min", "max", "peak RSS", "loss", f"x {rows[0]['name']}"]
+    cells = (
+        [
+            row["name"],
+            *(f"{row[key]:.2f}" for key in ("seconds_median", "seconds_min", "seconds_max")),
+            f"{row['rss_peak_bytes'] / 1e9:.2f} GB",
+            f"{row['loss_last']:.4f}",
+            f"{rows[0]['seconds_median'] / row['seconds_median']:.2f}",
+        ]
+        for row in rows
+    )
+    return table(columns, cells)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -276,35 +247,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the rounds and prints the table; see the top of the file."""
     options = parse(arguments)
     if options.serve:
-        serve(options, options.serve)
+        serve(lambda: make_step(options, options.serve))
         return 0
     Path(options.swap).mkdir(parents=True, exist_ok=True)
-    passed = [f"--swap={options.swap}", f"--precision={options.precision}", f"--layers={options.layers}"]
-    passed += [f"--width={options.width}", f"--length={options.length}", f"--vocabulary={options.vocabulary}"]
+    sizes = [f"--{name}={getattr(options, name)}" for name in SIZES]
     names = options.contestants.split(",") + ([*PEERS] if options.peer_python else [])
-    contestants: list[Contestant] = []
-    try:
+    with ExitStack() as stack:
+        contestants = []
         for name in names:
             python = options.peer_python if name in PEERS else sys.executable
-            contestants.append(Contestant(name, python, passed))
-        for _ in range(options.rounds):
-            for contestant in contestants:
-                contestant.step()
-    finally:
-        for contestant in contestants:
-            contestant.close()
-    rows = [contestant.row() for contestant in contestants]
+            arguments = [f"--serve={name}", f"--swap={options.swap}", *sizes]
+            server = stack.enter_context(closing(Server("benchmarks.step", arguments, python=python)))
+            contestants.append(Contestant(name, server.step))
+        take_turns(contestants, max(1, options.rounds - 1))
+    rows = [row(contestant) for contestant in contestants]
+    described = host(options.swap)
     if options.json:
-        print(json.dumps({"options": vars(options), "rows": rows}, indent=1))
-        return 0
-    print(f"{'':16} {'median':>8} {'min':>8} {'max':>8} {'peak RSS':>10} {'loss':>9}  x {rows[0]['name']}")
-    for row in rows:
-        print(
-            f"{row['name']:16} {row['seconds_median']:7.2f}s"
-            f" {row['seconds_min']:7.2f}s {row['seconds_max']:7.2f}s"
-            f" {row['rss_peak_bytes'] / 1e9:8.2f}GB {row['loss_last']:9.4f}"
-            f"  {rows[0]['seconds_median'] / row['seconds_median']:.2f}"
-        )
+        print(json.dumps({"host": described, "options": vars(options), "rows": rows}, indent=1))
+    else:
+        print(header(f"python -m benchmarks.step {' '.join(sizes)}", described))
+        print(as_table(rows))
     return 0
 
 

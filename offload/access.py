@@ -48,7 +48,7 @@ def read_master(engine: OffloadEngine, stored: StoredParam) -> torch.Tensor:
         return weight.float() if weight.is_floating_point() else weight
     master = torch.empty(stored.placed.info.numel, dtype=torch.float32)
     residual = ChunkAccess(engine).read(stored, "residual")
-    kernels.join_master(weight.as_strided((weight.numel(),), (1,)), residual, master)
+    kernels.join_master(stored.flatten(weight), residual, master)
     return master.as_strided(stored.placed.info.shape, stored.stride)
 
 
@@ -65,16 +65,13 @@ def write_weight(engine: OffloadEngine, stored: StoredParam, value: torch.Tensor
     engine.weights.begin_update(unit, in_backward=True)
     try:
         plane = engine.weights.plane(unit)
-        numel = stored.placed.info.numel
         begin, end = stored.placed.offset, stored.placed.offset + stored.placed.info.nbytes
         has_residual = stored.trainable and stored.dtype is torch.bfloat16
-        if has_residual and numel:
+        if has_residual and value.numel():
             access = ChunkAccess(engine)
             residual = access.read(stored, "residual")
             if value.dtype is stored.dtype:
-                fresh = torch.empty(numel, dtype=stored.dtype)
-                fresh.as_strided(value.shape, stored.stride).copy_(value)
-                kernels.assign_weight(plane[begin:end].view(stored.dtype), residual, fresh)
+                kernels.assign_weight(stored.flat_view(plane), residual, stored.flatten(value))
             else:
                 whole = torch.empty(stored.placed.end, dtype=torch.int16)
                 stored.write(plane, whole, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,7 @@ def optimizer_state(engine: OffloadEngine) -> Iterator[tuple[StoredParam, dict[s
 def load_optimizer_state(engine: OffloadEngine, stored: StoredParam, state: dict[str, torch.Tensor]) -> None:
     """Writes what :func:`optimizer_state` gave, or torch's Adam gives: then the weights are the master."""
     check_optimizer_state(stored, state)
-    flat = {plane: _flat(stored, state[plane]) for plane in MOMENTS}
-    ChunkAccess(engine).write(stored, flat)
+    ChunkAccess(engine).write(stored, {plane: stored.flatten(state[plane]) for plane in MOMENTS})
     if "master" in state and stored.dtype is not torch.float32:
         write_weight(engine, stored, state["master"].float())
     stored.step = int(state["step"])
@@ -117,13 +116,6 @@ def check_optimizer_state(stored: StoredParam, state: dict[str, torch.Tensor]) -
             raise CheckpointError(f"{stored.name}: {plane} of shape {shape} expected, got {got}")
     if "step" not in state:
         raise CheckpointError(f"{stored.name}: its step count is missing")
-
-
-def _flat(stored: StoredParam, value: torch.Tensor) -> torch.Tensor:
-    """The elements of a value in the order of the parameter's planes."""
-    flat = torch.empty(stored.placed.info.numel, dtype=value.dtype)
-    flat.as_strided(value.shape, stored.stride).copy_(value)
-    return flat
 
 
 def export(
@@ -146,26 +138,37 @@ def export(
     Raises:
         OffloadError: the directory cannot be written; nothing half-done is left.
     """
-    params = {stored.name: stored for unit in engine.partition.units for stored in unit}
-    extra = dict(buffers)
+    specs, fetch = exported(engine, (p for unit in engine.partition.units for p in unit), buffers, dtype)
+    write_checkpoint(Path(out_dir), specs, fetch, config, tokenizer_files=tokenizer_files)
+
+
+def exported(
+    engine: OffloadEngine,
+    params: Iterable[StoredParam],
+    buffers: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype | None,
+) -> tuple[list[TensorSpec], Callable[[str], torch.Tensor]]:
+    """What a file of weights holds, and how to read one of its tensors. ``dtype`` is that of :func:`export`.
+
+    A tied weight is in it once, under its first name.
+    """
+    stored_of_name = {stored.name: stored for stored in params}
+    buffer_of_name = dict(buffers)
 
     def dtype_of(stored: StoredParam) -> torch.dtype:
         return dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
 
-    specs = [
-        TensorSpec(name, stored.placed.info.shape, str(dtype_of(stored))) for name, stored in params.items()
-    ]
-    specs += [TensorSpec(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in extra.items()]
-
     def fetch(name: str) -> torch.Tensor:
-        if name in extra:
-            return extra[name]
-        stored = params[name]
+        if name in buffer_of_name:
+            return buffer_of_name[name].detach().contiguous()
+        stored = stored_of_name[name]
         wanted = dtype_of(stored)
         value = read_master(engine, stored) if wanted is torch.float32 else read_weight(engine, stored)
         return value.to(wanted).contiguous()
 
-    write_checkpoint(Path(out_dir), specs, fetch, config, tokenizer_files=tokenizer_files)
+    specs = [TensorSpec(name, p.placed.info.shape, str(dtype_of(p))) for name, p in stored_of_name.items()]
+    specs += [TensorSpec(name, tuple(t.shape), str(t.dtype)) for name, t in buffer_of_name.items()]
+    return specs, fetch
 
 
 def _params(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -15,7 +15,8 @@ Between host and device, copies run on streams of their own, and four rules keep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -23,6 +24,7 @@ import torch
 from .accel import Accelerator, Event
 from .aio import Queue
 from .bytesize import MiB
+from .errors import TransferError
 from .ledger import Ledger
 from .tiers.host import HostTier
 
@@ -52,6 +54,17 @@ class DoneTicket:
 
     def wait(self) -> None:
         return None
+
+
+def wait_for_end(tickets: Iterable[Ticket]) -> None:
+    """Waits for transfers whose outcome nobody needs any more, so that their buffers may go.
+
+    A TransferError is ignored: what failed has ended too, and nobody will read its bytes. Anything else that
+    waiting raises gets through.
+    """
+    for ticket in tickets:
+        with contextlib.suppress(TransferError):
+            ticket.wait()
 
 
 def buffer_of(tensor: torch.Tensor) -> Buffer:

@@ -23,7 +23,7 @@ from .blocks import BlockState, Copy, Lease, Residency
 from .errors import OffloadError
 from .ledger import Ledger
 from .lift import Lifts
-from .links import AHEAD, NEEDED_NOW, Ticket
+from .links import AHEAD, NEEDED_NOW, Ticket, wait_for_end
 from .schedule import Phase, PrefetchScheduler
 
 Read = Callable[[int, int, int], Ticket]
@@ -215,11 +215,7 @@ class Mover:
         """Waits for what is in flight, whatever its outcome, so that the slots may go."""
         for unit in range(len(self.residency.copies)):
             self.settle_lift(unit)
-        for ticket in self._tickets.values():
-            try:
-                ticket.wait()
-            except OffloadError:
-                continue  # nobody needs the bytes any more
+        wait_for_end(self._tickets.values())
         self._tickets.clear()
 
     # -- steps --------------------------------------------------------------------------------------------

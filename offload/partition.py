@@ -78,9 +78,21 @@ class StoredParam:
 
     def view(self, plane: torch.Tensor) -> torch.Tensor:
         """This parameter in its unit's weight plane (uint8)."""
+        return self.flat_view(plane).as_strided(self.placed.info.shape, self.stride)
+
+    def flat_view(self, plane: torch.Tensor) -> torch.Tensor:
+        """Its elements in its unit's weight plane, in the order in which they lie there."""
         end = self.placed.offset + self.placed.info.nbytes
-        flat = plane[self.placed.offset : end].view(self.dtype)
-        return flat.as_strided(self.placed.info.shape, self.stride)
+        return plane[self.placed.offset : end].view(self.dtype)
+
+    def flatten(self, value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A value's elements in the order of the planes: of ``value`` itself where they lie so, else copied."""
+        value, dtype, numel = value.detach(), dtype or value.dtype, self.placed.info.numel
+        if value.is_cpu and value.dtype is dtype and value.stride() == self.stride:
+            return value.as_strided((numel,), (1,))
+        flat = torch.empty(numel, dtype=dtype)
+        flat.as_strided(self.placed.info.shape, self.stride).copy_(value)
+        return flat
 
     def write(self, plane: torch.Tensor, residual: torch.Tensor | None, value: torch.Tensor) -> None:
         """Writes a value into the unit's weight plane, and what the rounding leaves into its residual plane.
@@ -92,14 +104,8 @@ class StoredParam:
             if residual is not None and self.trainable:
                 residual[self.placed.begin : self.placed.end].zero_()
             return
-        master = value.detach()
-        if master.dtype is not torch.float32 or master.stride() != self.stride:
-            laid_out = torch.empty(self.placed.info.numel, dtype=torch.float32)
-            laid_out.as_strided(self.placed.info.shape, self.stride).copy_(master)
-            master = laid_out
-        begin, end = self.placed.begin, self.placed.end
-        weight = plane[self.placed.offset : self.placed.offset + self.placed.info.nbytes].view(self.dtype)
-        kernels.split_master(master.as_strided((end - begin,), (1,)), weight, residual[begin:end])
+        master = self.flatten(value, torch.float32)
+        kernels.split_master(master, self.flat_view(plane), residual[self.placed.begin : self.placed.end])
 
     def view_elements(self, plane: torch.Tensor) -> torch.Tensor:
         """This parameter in a plane with one element of any type per element of the trainable region."""
@@ -232,7 +238,7 @@ def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
 
 
 def absent_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What a parameter's ``data`` is while its bytes are elsewhere. See Note [Absent parameters]."""
+    """What stands for a tensor while its bytes are elsewhere. See Note [Absent parameters]."""
     return _expanded(_marker(dtype), shape)
 
 

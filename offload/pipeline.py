@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from .ledger import Ledger
-from .links import AHEAD, NEEDED_NOW, DoneTicket, Ticket
+from .links import AHEAD, NEEDED_NOW, DoneTicket, Ticket, wait_for_end
 from .optim import Segment, ShardOptimizer
 from .plan import Chunk, MemoryPlan
 from .store import SwapStore
@@ -204,14 +204,12 @@ class OptimizerPipeline:
         """As :meth:`drain`, and waits for the writes too."""
         self.drain()
         while self._writing:
-            with self._ledger.stall("write"):
-                self._wait_for_write()
+            self._wait_for_write()
 
     def give_way(self) -> bool:
         """Waits for something that holds weights or buffers; False where nothing does."""
         if self._writing:
-            with self._ledger.stall("write"):
-                self._wait_for_write()
+            self._wait_for_write()
             return True
         if not any(self._may_update(job) for job in self._jobs):
             return False
@@ -235,8 +233,7 @@ class OptimizerPipeline:
                 job.loading.wait()
             return True
         if self._writing:
-            with self._ledger.stall("write"):
-                self._wait_for_write()
+            self._wait_for_write()
             return True
         return self._recycle()
 
@@ -250,11 +247,7 @@ class OptimizerPipeline:
         """Waits for what is in flight, whatever its outcome, so that buffers may go."""
         tickets = [job.loading for job in self._jobs if job.loading is not None]
         tickets += [ticket for writing in self._writing for ticket in writing.tickets]
-        for ticket in tickets:
-            try:
-                ticket.wait()
-            except OSError:
-                continue  # reported where it was needed; here only the buffers matter
+        wait_for_end(tickets)
         self._jobs.clear()
         self._writing.clear()
 
@@ -264,10 +257,15 @@ class OptimizerPipeline:
         """Gives back what has been written."""
         if not self._writing or not all(ticket.done() for ticket in self._writing[0].tickets):
             return False
-        self._wait_for_write()
+        self._finish_write()
         return True
 
     def _wait_for_write(self) -> None:
+        """Waits for the oldest write: a stall."""
+        with self._ledger.stall("write"):
+            self._finish_write()
+
+    def _finish_write(self) -> None:
         writing = self._writing[0]
         for ticket in writing.tickets:
             ticket.wait()
@@ -344,8 +342,7 @@ class OptimizerPipeline:
         if not update.begun:
             update.begun = True
             while any(writing.update.unit == update.unit for writing in self._writing):
-                with self._ledger.stall("write"):  # the unit's last update is not home yet
-                    self._wait_for_write()
+                self._wait_for_write()  # the unit's last update is not home yet
             self._beginning.add(update)
             try:
                 self._weights.begin_update(update.unit, in_backward=in_backward)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from .. import construct
 from ..models.decoder import Decoder, init_parameter_, to_hf_config
@@ -28,7 +27,7 @@ Read = Callable[[str], torch.Tensor]
 def build(source: ModelSource, *, seed: int) -> tuple[nn.Module, Read]:
     """The model with parameters on the meta device and real buffers, and where their values come from."""
     if isinstance(source, PresetSource):
-        with torch.device("meta"), _DrawNothing():
+        with torch.device("meta"):
             decoder = Decoder(source.config)
         return decoder, _initial_values(source.config, dict(shapes_of(decoder)), seed)
     model: Any = build_meta_model(source.checkpoint.path, dtype=torch.float32)
@@ -50,18 +49,6 @@ def _checkpoint_blocks(model: Any) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
-
-
-class _DrawNothing(TorchFunctionMode):
-    """Leaves parameters on the meta device as they are: they have no values.
-
-    torch would find that out by way of its symbolic shapes, whose import takes 36 MiB.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.normal_:
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 def _initial_values(config: DecoderConfig, shapes: dict[str, tuple[int, ...]], seed: int) -> Read:

@@ -16,8 +16,8 @@ _Hint = Whole(hint=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OffloadParam:
-    """``zero_optimization.offload_param``: the home of the parameters between uses."""
+class _Offload:
+    """What the blocks for parameters and for optimizer state share."""
 
     device: Device = "none"
     """none: the compute device; cpu: host memory; nvme: swap files; auto: the plan chooses. As DeepSpeed;
@@ -27,12 +27,6 @@ class OffloadParam:
     the device is nvme or auto. As DeepSpeed; the list is ours."""
     pin_memory: bool = True
     """Page-lock host memory for faster copies to the accelerator. As DeepSpeed."""
-    buffer_count: Annotated[int | None, _Hint] = None
-    """Hint: buffers for parameters in flight. As DeepSpeed."""
-    buffer_size: Annotated[int | None, _Hint] = None
-    """Hint: elements of one such buffer. As DeepSpeed."""
-    max_in_cpu: Annotated[int | None, _Hint] = None
-    """Hint: elements of parameters kept in host memory when the device is nvme. As DeepSpeed."""
 
     @property
     def nvme_paths(self) -> tuple[SwapPath, ...]:
@@ -41,17 +35,21 @@ class OffloadParam:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OffloadOptimizer:
+class OffloadParam(_Offload):
+    """``zero_optimization.offload_param``: the home of the parameters between uses."""
+
+    buffer_count: Annotated[int | None, _Hint] = None
+    """Hint: buffers for parameters in flight. As DeepSpeed."""
+    buffer_size: Annotated[int | None, _Hint] = None
+    """Hint: elements of one such buffer. As DeepSpeed."""
+    max_in_cpu: Annotated[int | None, _Hint] = None
+    """Hint: elements of parameters kept in host memory when the device is nvme. As DeepSpeed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadOptimizer(_Offload):
     """``zero_optimization.offload_optimizer``: the home of the optimizer state, and when it is updated."""
 
-    device: Device = "none"
-    """none: the compute device; cpu: host memory; nvme: swap files; auto: the plan chooses. As DeepSpeed;
-    auto ours."""
-    nvme_path: Annotated[tuple[SwapPath, ...], SwapPaths()] = ()
-    """Directory for swap files, or several to stripe over, each with an optional weight. Never opened unless
-    the device is nvme or auto. As DeepSpeed; the list is ours."""
-    pin_memory: bool = True
-    """Page-lock host memory for faster copies to the accelerator. As DeepSpeed."""
     buffer_count: Annotated[int | None, _Hint] = None
     """Hint: buffers for optimizer state in flight. As DeepSpeed."""
     ratio: Annotated[float, Real(maximum=1.0)] = 1.0
@@ -62,11 +60,6 @@ class OffloadOptimizer:
     update: Literal["auto", "backward", "step", "deferred"] = "auto"
     """When the update runs: as gradients appear in backward, in ``step()``, or ahead of the next use. Results
     are the same. Ours."""
-
-    @property
-    def nvme_paths(self) -> tuple[SwapPath, ...]:
-        """The directories that may be opened: none when the device is none or cpu."""
-        return self.nvme_path if self.device in ("nvme", "auto") else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

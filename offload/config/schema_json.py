@@ -30,7 +30,9 @@ def schema() -> dict[str, Any]:
 
 
 def _block(cls: type[Any], path: str) -> dict[str, Any]:
-    texts = _field_docstrings(cls)
+    texts = {
+        name: text for base in reversed(cls.__mro__[:-1]) for name, text in _field_docstrings(base).items()
+    }
     properties = {spec.name: _setting(spec, join(path, spec.name), texts[spec.name]) for spec in specs(cls)}
     for key, reason in NO_EFFECT.get(path, {}).items():
         properties[key] = {"description": f"No effect here: {reason}."}

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from .. import checkpoint, metrics
-from ..access import read_master, read_weight
+from ..access import read_weight
 from ..bytesize import format_bytes
 from ..engine import OffloadEngine
 from ..errors import ConfigError, OffloadError, StoreError
-from ..models.pretrained import TensorSpec, persistent_buffers
+from ..models.pretrained import persistent_buffers
 from ..models.safetensors_file import write_file
 from ..partition import StoredParam
 
@@ -31,8 +31,7 @@ def export_model(
     if config is not None:
         config["dtype"] = str(dtype or engine.partition.dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)  # what dtype was called before
-        buffers = list(persistent_buffers(module))
-        checkpoint.export(engine, path, config=config, buffers=buffers, dtype=dtype)
+        checkpoint.export(engine, path, config=config, buffers=persistent_buffers(module), dtype=dtype)
         return
     if path.is_dir() and any(path.iterdir()):
         raise ConfigError(f"{path} exists and is not empty; give another directory")
@@ -48,22 +47,8 @@ def write_safetensors(
     exclude_frozen: bool = False,
 ) -> None:
     """Writes one file, one tensor in memory at a time. A tied weight is in it once, under its first name."""
-    params = {stored.name: stored for stored in _params(engine, exclude_frozen)}
-    buffers = dict(persistent_buffers(module))
-
-    def dtype_of(stored: StoredParam) -> torch.dtype:
-        return dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
-
-    def fetch(name: str) -> torch.Tensor:
-        if name in buffers:
-            return buffers[name].detach().contiguous()
-        stored = params[name]
-        wanted = dtype_of(stored)
-        value = read_master(engine, stored) if wanted is torch.float32 else read_weight(engine, stored)
-        return value.to(wanted).contiguous()
-
-    specs = [TensorSpec(name, tuple(p.placed.info.shape), str(dtype_of(p))) for name, p in params.items()]
-    specs += [TensorSpec(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in buffers.items()]
+    params, buffers = _params(engine, exclude_frozen), persistent_buffers(module)
+    specs, fetch = checkpoint.exported(engine, params, buffers, dtype)
     with _replacing(file) as temporary:
         write_file(temporary.path, specs, fetch)
 

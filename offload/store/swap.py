@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import NoReturn
 
 import torch
@@ -15,8 +14,6 @@ from ..links import AHEAD, DoneTicket, NvmeLinks, Ticket
 from ..plan import Chunk, MemoryPlan
 from .directory import SwapDirectory
 from .layout import StoreLayout
-
-logger = logging.getLogger("offload.store")
 
 FILE_NAME = "planes.swap"
 
@@ -59,12 +56,6 @@ class SwapStore:
                 queue.close()
             directory.close()
             raise
-
-    @property
-    def description(self) -> str:
-        """Where and how: path, backend, direct or buffered."""
-        kind = "direct" if self._queue.direct else "buffered"
-        return f"{self.path} ({self._queue.backend}, {kind} I/O)"
 
     # -- weights ------------------------------------------------------------------------------------------
 

@@ -1,9 +1,8 @@
-"""Schedules and learning rates: cases N22 and A01."""
+"""Schedules of the configuration: case N22."""
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, PolynomialLR
 
 import offload
 
@@ -61,34 +60,3 @@ def test_n22_the_rate_in_the_groups_is_the_one_applied(opened):
     assert train(engine, 1) == [[0.25]]
     moved = (engine.state_dict()["weight"] - before).abs()
     torch.testing.assert_close(moved, torch.full_like(moved, 0.25))
-
-
-@pytest.mark.parametrize("form", ["lambda", "one cycle", "polynomial"])
-def test_a01_torch_schedulers_drive_the_optimizer(form, opened):
-    """Weights and learning rates equal those of torch.optim.AdamW under the same scheduler."""
-    make = {
-        "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-        "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.02, total_steps=12),
-        "polynomial": lambda optimizer: PolynomialLR(optimizer, total_iters=12, power=2.0),
-    }[form]
-    torch.manual_seed(3)
-    plain, ours = nn.Linear(4, 4), nn.Linear(4, 4)
-    ours.load_state_dict(plain.state_dict())
-    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-    _, optimizer = offload.prepare(ours, config)
-    opened(optimizer.engine)
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
-    for model, current in ((plain, reference), (ours, optimizer)):
-        scheduler = make(current)
-        for step in range(10):
-            model(torch.ones(2, 4)).square().mean().backward()
-            current.step()
-            current.zero_grad(set_to_none=True)
-            scheduler.step()
-            if step == 5:
-                current.param_groups[0]["weight_decay"] = 0.1
-    for key in ("lr", "betas"):
-        assert optimizer.param_groups[0][key] == reference.param_groups[0][key]
-    torch.testing.assert_close(ours.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-8)
-    assert [group["params"] for group in optimizer.state_dict()["param_groups"]] == [[0, 1]]

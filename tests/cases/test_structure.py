@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, PolynomialLR
 from torch.utils.checkpoint import checkpoint
 
 import offload
@@ -1088,16 +1088,19 @@ def test_a01_the_optimizer_is_one_of_torch(home, prepare):
         schedules = [
             LambdaLR(optimizer, lambda step: 0.9**step),
             OneCycleLR(optimizer, max_lr=1e-2, total_steps=20),
+            PolynomialLR(optimizer, total_iters=12, power=2.0),
         ]
-        for step in range(8):
+        group = optimizer.param_groups[0]
+        for step in range(9):
             loss = model(rows(8, seed=step)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            schedules[step % 2].step()
-            if step == 4:
-                optimizer.param_groups[0]["lr"] = 0.05
-            seen += [loss.item(), optimizer.param_groups[0]["lr"]]
+            schedules[step % 3].step()
+            if step == 5:
+                group["lr"], group["weight_decay"] = 0.05, 0.1
+            seen += [loss.item(), group["lr"], *group["betas"]]
+        assert [saved["params"] for saved in optimizer.state_dict()["param_groups"]] == [[*range(6)]]
         return seen
 
     _, optimizer, _ = compare(prepare, home, mlp_a, loop)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 STATUS_USER = 2
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
 
 
 def config(swap: Path | str, **changes: Any) -> dict[str, Any]:
@@ -48,18 +49,12 @@ class Folder:
 
     def arguments(self, **options: str) -> list[str]:
         given = {"model": "preset:10m", "data": "data.txt", "steps": "2", "seq": "32", **options}
-        flags = [part for name, value in given.items() for part in (f"--{name}", value)]
-        return [sys.executable, "-m", "offload", "finetune", "run.json", *flags]
+        return ["finetune", "run.json", *(part for name in given for part in (f"--{name}", given[name]))]
 
-    def start(self, arguments: list[str], **options: Any) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    def start(self, arguments: list[str]) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "offload", *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(arguments, cwd=self.path, env=environment, **pipes, **options)
-
-    def run(self, arguments: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        with self.start(arguments, **options) as process:
-            output, errors = process.communicate(timeout=120)
-        return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
+        return subprocess.Popen(command, cwd=self.path, env=ENVIRONMENT, **pipes)
 
     def files(self) -> set[str]:
         return {path.relative_to(self.path).as_posix() for path in self.path.rglob("*")}
@@ -70,18 +65,72 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path)
 
 
-def check_refused(
-    folder: Folder, *expected: str, run_options: dict[str, Any] | None = None, **options: str
-) -> None:
+FORK_PER_COMMAND = """
+import json, os, resource, signal, sys
+import offload.cli.finetune, offload.cli.training
+from offload.cli.main import app
+for line in sys.stdin:
+    folder, log, arguments, file_bytes_max = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{log}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.chdir(folder)
+        if file_bytes_max:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes_max, file_bytes_max))
+        try:
+            app(arguments)
+        except SystemExit as end:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code)  # without taking torch apart, which takes longer than the command
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+"""Runs each command in a process of its own, forked when torch is there: that is most of what it takes."""
+
+Run = Callable[..., tuple[int, list[str]]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs a command in a folder: its exit status, and its lines on stderr."""
+    log = tmp_path_factory.mktemp("log")
+    with subprocess.Popen(
+        [sys.executable, "-c", FORK_PER_COMMAND],
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as forker:
+        assert forker.stdin is not None and forker.stdout is not None
+        stdin, stdout = forker.stdin, forker.stdout
+
+        def call(folder: Folder, arguments: list[str], file_bytes_max: int = 0) -> tuple[int, list[str]]:
+            stdin.write(json.dumps([str(folder.path), str(log), arguments, file_bytes_max]) + "\n")
+            stdin.flush()
+            return int(stdout.readline()), (log / "err").read_text().splitlines()
+
+        yield call
+        forker.terminate()
+
+
+@pytest.fixture
+def check_refused(folder: Folder, run: Run) -> Callable[..., None]:
     """Runs the command and asserts that it is refused as this module says."""
-    before = folder.files()
-    result = folder.run(folder.arguments(**options), **(run_options or {}))
-    assert result.returncode == STATUS_USER, (result.stdout, result.stderr)
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
-    for pattern in expected:
-        assert re.search(pattern, lines[0]), (pattern, lines[0])
-    assert folder.files() == before
+
+    def check(
+        *expected: str, statuses: tuple[int, ...] = (STATUS_USER,), limit: int = 0, **options: str
+    ) -> None:
+        before = folder.files()
+        status, lines = run(folder, folder.arguments(**options), limit)
+        assert status in statuses, lines
+        assert len(lines) == 1 and lines[0].startswith("error: "), lines
+        for pattern in expected:
+            assert re.search(pattern, lines[0]), (pattern, lines[0])
+        assert folder.files() == before
+
+    return check
 
 
 def _zero(**blocks: Any) -> dict[str, Any]:
@@ -109,19 +158,18 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", BAD_CONFIGS)
-def test_configuration(folder: Folder, name: str) -> None:
+def test_configuration(folder: Folder, check_refused: Callable[..., None], name: str) -> None:
     changes, expected = BAD_CONFIGS[name]
     folder.configure(config(folder.swap, **changes))
-    check_refused(folder, *expected)
+    check_refused(*expected)
 
 
-def test_all_problems_of_a_configuration_are_told(folder: Folder) -> None:
+def test_all_problems_of_a_configuration_are_told(folder: Folder, run: Run) -> None:
     folder.configure(config(folder.swap, nonsense=1, optimizer={"type": "AdamW", "params": {"lr": "fast"}}))
-    result = folder.run(folder.arguments())
-    lines = result.stderr.splitlines()
-    assert result.returncode == STATUS_USER
+    status, lines = run(folder, folder.arguments())
+    assert status == STATUS_USER
     assert [line.split(":")[0] for line in lines] == ["error", "error"]
-    assert "nonsense" in result.stderr and "optimizer.params.lr" in result.stderr
+    assert any("nonsense" in line for line in lines) and any("optimizer.params.lr" in line for line in lines)
 
 
 BAD_ARGUMENTS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
@@ -139,55 +187,44 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", BAD_ARGUMENTS)
-def test_argument(folder: Folder, name: str) -> None:
+def test_argument(folder: Folder, check_refused: Callable[..., None], name: str) -> None:
     (folder.path / "empty.txt").touch()
     (folder.path / "nothing").mkdir()
     (folder.path / "full").mkdir()
     (folder.path / "full" / "precious").touch()
     options, expected = BAD_ARGUMENTS[name]
-    check_refused(folder, *expected, **options)
+    check_refused(*expected, **options)
 
 
-def test_configuration_file_missing(folder: Folder) -> None:
+def test_configuration_file_missing(folder: Folder, check_refused: Callable[..., None]) -> None:
     (folder.path / "run.json").unlink()
-    check_refused(folder, r"run\.json: cannot be read: No such file")
+    check_refused(r"run\.json: cannot be read: No such file")
 
 
-def test_data_shorter_than_one_sequence(folder: Folder) -> None:
+def test_data_shorter_than_one_sequence(folder: Folder, check_refused: Callable[..., None]) -> None:
     (folder.path / "data.txt").write_text("short")
-    check_refused(folder, r"data\.txt gives 6 tokens", "sequence of 32", "at most 6")
+    check_refused(r"data\.txt gives 6 tokens", "sequence of 32", "at most 6")
 
 
-def test_swap_path_missing(folder: Folder) -> None:
+def test_swap_path_missing(folder: Folder, check_refused: Callable[..., None]) -> None:
     folder.configure(config(folder.path / "no" / "such" / "mount"))
-    check_refused(folder, "no/such/mount", "does not exist", "make it, or mount the drive")
+    check_refused("no/such/mount", "does not exist", "make it, or mount the drive")
 
 
-def test_swap_path_is_a_file(folder: Folder) -> None:
+def test_swap_path_is_a_file(folder: Folder, check_refused: Callable[..., None]) -> None:
     folder.configure(config(folder.path / "data.txt"))
-    check_refused(folder, r"data\.txt", "nvme_path is not a directory")
+    check_refused(r"data\.txt", "nvme_path is not a directory")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_swap_path_unwritable(folder: Folder) -> None:
+def test_swap_path_unwritable(folder: Folder, check_refused: Callable[..., None]) -> None:
     folder.swap.mkdir(mode=0o500)
-    check_refused(folder, "swap", "not writable by this user")
+    check_refused("swap", "not writable by this user")
 
 
-def test_no_room_for_the_swap_file(folder: Folder) -> None:
+def test_no_room_for_the_swap_file(check_refused: Callable[..., None]) -> None:
     """The limit is below the swap file's size and far above that of anything else that is written."""
-    size = 50 << 20
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-    before = folder.files()
-    result = folder.run(folder.arguments(), preexec_fn=limit)
-    assert result.returncode in (1, STATUS_USER)
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ") and "swap" in line and "File too large" in line
-    assert folder.files() == before
+    check_refused("swap", "File too large", limit=50 << 20, statuses=(1, STATUS_USER))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import Outcome, Placement, Training
+from models import Outcome, Placement, Training, half_up
 from torch import nn
 
 import offload
@@ -46,7 +46,7 @@ def train_plain(
         model.to(torch.bfloat16)
         with torch.no_grad():
             for name, param in model.named_parameters():
-                param.copy_(_half_up(masters[name]))
+                param.copy_(half_up(masters[name]))
         if not bf16_is_native():
             WideLinears(model)
     trained = {name: param for name, param in masters.items() if param.requires_grad}
@@ -64,7 +64,7 @@ def train_plain(
         if precision == "bf16":
             with torch.no_grad():
                 for name, param in model.named_parameters():
-                    param.copy_(_half_up(masters[name]))
+                    param.copy_(half_up(masters[name]))
         look(model)
     outcome.masters = {name: param.detach().clone() for name, param in trained.items()}
     return outcome
@@ -109,10 +109,6 @@ def train_offloaded(
             outcome.masters[stored.name] = offload.read_master(engine, stored)
             outcome.moments[stored.name] = torch.stack([state["exp_avg"], state["exp_avg_sq"]])
     return outcome
-
-
-def _half_up(master: torch.Tensor) -> torch.Tensor:
-    return ((master.detach().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def assert_equal_to_plain(

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from models import Placement, Training, train_offloaded
+from models import Placement, Training, half_up, train_offloaded
 from torch import nn
 
 import offload
@@ -21,11 +21,6 @@ def prepared(training, placement, swap_path, model=None):
         yield model, optimizer
     finally:
         optimizer.engine.close()
-
-
-def half_up(master):
-    """bf16 with ties away from zero, by the definition: add half of the last place, cut off."""
-    return ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def steps(model, optimizer, batches):

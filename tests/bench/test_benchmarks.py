@@ -1,0 +1,49 @@
+"""The benchmarks in their smallest sizes: they must not rot, and what they compare must compute the same."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import adam, harness, step
+
+
+def test_step(swap_path, capsys):
+    small = ["--layers=2", "--width=64", "--length=8", "--vocabulary=100", "--rounds=2", "--precision=fp32"]
+    assert step.main([*small, f"--swap={swap_path}", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert set(rows) == {"plain", "cpu", "nvme-optimizer", "nvme"}
+    assert len({row["loss_last"] for row in rows.values() if row["name"] in ("cpu", "nvme-optimizer")}) == 1
+    assert abs(rows["plain"]["loss_last"] - rows["cpu"]["loss_last"]) < 1e-4
+
+
+@pytest.mark.parametrize("output", [["--json"], []], ids=["json", "table"])
+def test_adam(output, capsys):
+    small = ["--millions=0.02", "--rounds=1", "--threads=2", "--isas=scalar", *output]
+    peer = ["--peer-python", sys.executable] if output else []
+    assert adam.main([*small, *peer]) == 0
+    out, err = capsys.readouterr()
+    expected = {"offload bf16 scalar 2 threads", "offload fp32 scalar 2 threads", "copy"}
+    if output:
+        report = json.loads(out)
+        assert expected <= {row["name"] for row in report["rows"]}
+        assert all(row["median_seconds"] > 0 and row["gparam_per_s"] > 0 for row in report["rows"])
+        assert "no peer: ended with status 1" in err
+    else:
+        title, _, *table = out.splitlines()
+        assert "torch 2" in title and "cores" in title
+        cells = [line.strip("| ").split(" | ") for line in table]
+        assert len({len(row) for row in cells}) == 1 and expected <= {row[0] for row in cells}
+
+
+def test_contestants_take_turns_and_the_first_round_does_not_count():
+    turns = []
+
+    def contestant(name, seconds):
+        remaining = iter(seconds)
+        return harness.Contestant(name, lambda: turns.append(name) or {"seconds": next(remaining)})
+
+    first, second = contestant("first", [9.0, 3.0, 1.0, 2.0]), contestant("second", [0.0, 5.0, 4.0, 4.0])
+    harness.take_turns([first, second], rounds=3)
+    assert turns == ["first", "second"] * 4
+    assert (first.median, second.median) == (2.0, 4.0)
