@@ -131,6 +131,7 @@ def _prepare(job: Job, display: Display) -> tuple[nn.Module, OffloadOptimizer]:
         display.say(f"plan of {job.source.name}")
         display.say(MemoryPlan.build(job.placement, inventory).report())
         display.say(activation_note(job.config, job.source, request.seq))
+    give_back()
     with display.task("moving the model to its home") as advance:
         fill_later(model, read, advance)
         model, optimizer = prepare(model, job.config, activation_bytes=inventory.activation_bytes)
