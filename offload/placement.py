@@ -54,10 +54,10 @@ def _remedies(config: OffloadConfig, update: Update) -> Iterator[Remedy]:
     params, states = _home(zero.offload_param.device), _home(zero.offload_optimizer.device)
     changes: dict[str, str] = {}
     if states == "host" and zero.offload_optimizer.ratio == 1:
-        changes["state"] = _move_to_nvme("offload_optimizer", zero.offload_optimizer.nvme_path)
+        changes["state"] = _move_to_nvme(config, "offload_optimizer")
     if params == "host":
         stage = "" if zero.stage == 3 else "zero_optimization.stage = 3 and "
-        changes["param"] = stage + _move_to_nvme("offload_param", zero.offload_param.nvme_path)
+        changes["param"] = stage + _move_to_nvme(config, "offload_param")
     needs_whole_gradient = config.gradient_clipping is not None or config.resolve_batch(1).accumulation > 1
     if update == "step" and not needs_whole_gradient:
         changes["update"] = 'zero_optimization.offload_optimizer.update = "backward"'
@@ -71,9 +71,17 @@ def _remedies(config: OffloadConfig, update: Update) -> Iterator[Remedy]:
             )
 
 
-def _move_to_nvme(block: str, nvme_path: tuple[object, ...]) -> str:
-    path = "" if nvme_path else " with an nvme_path"
-    return f'zero_optimization.{block}.device = "nvme"{path}'
+def _move_to_nvme(config: OffloadConfig, block: str) -> str:
+    """The settings that home a block on nvme, on the path that the other block has where there is one."""
+    zero = config.zero_optimization
+    own = [path.path for path in getattr(zero, block).nvme_path]
+    known = [path.path for path in (*zero.offload_param.nvme_path, *zero.offload_optimizer.nvme_path)]
+    path = nvme_path_of(config) or next(iter(known), None)
+    if path is None:
+        where = " with an nvme_path"
+    else:
+        where = "" if own == [path] else f' and zero_optimization.{block}.nvme_path = "{path}"'
+    return f'zero_optimization.{block}.device = "nvme"{where}'
 
 
 def nvme_path_of(config: OffloadConfig) -> str | None:

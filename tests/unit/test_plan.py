@@ -17,7 +17,7 @@ from offload.config import OffloadConfig
 from offload.errors import PlanError
 from offload.inventory import ParamInfo, build_inventory
 from offload.optim import Adam
-from offload.placement import placement_of
+from offload.placement import placement_of, refuse_unbuilt
 from offload.plan import PIECE_ELEMENTS, STATE_PLANES, MemoryPlan, Placement
 
 GiB = 1 << 30
@@ -171,7 +171,7 @@ def test_a_rounded_budget_is_enough_and_hardly_more(size):
 
 # -- hints ------------------------------------------------------------------------------------------------
 
-SETTING = re.compile(r"([a-z_]+(?:\.[a-z_]+)+) = (?:\"(\w+)\"|(\d+))( with an nvme_path)?")
+SETTING = re.compile(r"([a-z_]+(?:\.[a-z_]+)+) = (?:\"([^\"]+)\"|(\d+))( with an nvme_path)?")
 
 
 def settings_of(message):
@@ -201,9 +201,9 @@ def written(config, changes):
 
 def configs():
     """All combinations of what a hint depends on."""
-    for precision, stage, params, states, update, clipping, accumulation, ratio in itertools.product(
+    for precision, stage, params, states, update, clipping, accumulation, ratio, idle in itertools.product(
         ("bf16", "fp32"), (0, 3), ("none", "cpu", "nvme"), ("none", "cpu", "nvme"), ("auto", "step", "backward"),
-        (None, 1.0), (1, 2), (1.0, 0.5),
+        (None, 1.0), (1, 2), (1.0, 0.5), (None, "/other"),
     ):  # fmt: skip
         if params != "none" and stage != 3:
             continue
@@ -211,15 +211,20 @@ def configs():
             continue
         if ratio < 1 and states != "cpu":
             continue
-        optimizer = {"device": states, "update": update, "ratio": ratio}
+        path = {"nvme": "/swap"}
         yield {
             "bf16": {"enabled": precision == "bf16"},
             "gradient_clipping": clipping,
             "gradient_accumulation_steps": accumulation,
             "zero_optimization": {
                 "stage": stage,
-                "offload_param": {"device": params, **({"nvme_path": "/swap"} if params == "nvme" else {})},
-                "offload_optimizer": optimizer | ({"nvme_path": "/swap"} if states == "nvme" else {}),
+                "offload_param": {"device": params, "nvme_path": path.get(params, idle)},
+                "offload_optimizer": {
+                    "device": states,
+                    "nvme_path": path.get(states, idle),
+                    "update": update,
+                    "ratio": ratio,
+                },
             },
         }
 
@@ -245,6 +250,7 @@ def test_every_hint_leads_to_a_plan_that_fits(host_bytes, nvme_bytes):
         assert budgets and all(path.startswith("memory.") for path in budgets)
         for changes in filter(None, (budgets, other)):
             fixed = OffloadConfig.from_dict(written(config, changes))
+            refuse_unbuilt(fixed)
             plan = MemoryPlan.build(placement_of(fixed), inventory)
         if other:
             others += 1
