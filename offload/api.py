@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,6 +41,7 @@ def prepare(
     params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
     *,
     activation_bytes: int = 0,
+    library_bytes: int = 0,
 ) -> tuple[nn.Module, OffloadOptimizer]:
     """Takes over a model's parameters and returns it with the optimizer that trains it.
 
@@ -49,6 +51,7 @@ def prepare(
         config: a dict, a path, JSON text, or an OffloadConfig.
         params: parameters or parameter groups to train; all that require a gradient where it is None.
         activation_bytes: what the computation keeps in host memory, for the plan; 0 leaves it out.
+        library_bytes: what libraries take in training beside that, likewise.
 
     Returns:
         The model and a torch optimizer; ``optimizer.engine`` has ``report()``, ``plan`` and ``close()``.
@@ -71,7 +74,8 @@ def prepare(
     partition = Partition(
         model, optimizer.param_groups, settings.precision, activation_bytes=activation_bytes
     )
-    plan = MemoryPlan.build(placement_of(settings), partition.inventory)
+    inventory = dataclasses.replace(partition.inventory, library_bytes=library_bytes)
+    plan = MemoryPlan.build(placement_of(settings), inventory)
     ledger = Ledger()
     store = None
     if path := nvme_path_of(settings):

@@ -53,6 +53,14 @@ def format_bytes(size: float) -> str:
     raise AssertionError("unreachable")
 
 
+def round_up_bytes(size: int) -> str:
+    """A number for a configuration, at least ``size`` and at most 2 % (or 1 KiB) above it: ``1100MiB``."""
+    for unit, name in ((KiB, "KiB"), (MiB, "MiB")):
+        if size <= 50 * KiB * unit:
+            return f"{-(-size // unit)}{name}"
+    return f"{-(-size // GiB)}GiB"
+
+
 def align_up(size: int, alignment: int) -> int:
     """The smallest multiple of ``alignment`` that is not below ``size``."""
     return -(-size // alignment) * alignment

@@ -92,6 +92,8 @@ class Inventory:
     """Bytes per element of a trainable weight: 2 for bf16, 4 for fp32."""
     activation_bytes: int = 0
     """Upper estimate of what the computation itself keeps in memory; 0 where nobody has told."""
+    library_bytes: int = 0
+    """Upper estimate of what libraries take in training beside that; 0 where nobody has told."""
 
     @property
     def parameters(self) -> int:
@@ -100,6 +102,12 @@ class Inventory:
     @property
     def trainable_parameters(self) -> int:
         return sum(param.info.numel for unit in self.units for param in unit.trainable)
+
+    @property
+    def matrix_elements_max(self) -> int:
+        """Elements of the largest parameter that can be multiplied with; 0 where there is none."""
+        params = (param.info for unit in self.units for param in unit.params)
+        return max((info.numel for info in params if len(info.shape) >= 2), default=0)
 
     @property
     def elements(self) -> int:

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-logger = logging.getLogger("offload")
+from .plan import PIECE_ELEMENTS
 
-PIECE_ELEMENTS = 2 << 20
-"""8 MiB of widened weight at a time: what the last-level cache of a small machine holds beside the rest."""
+logger = logging.getLogger("offload")
 
 
 @functools.cache

@@ -6,11 +6,13 @@ Pure: no torch, so that `offload plan` and the engine start from the same number
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from itertools import combinations
 
 from . import metrics
 from .config import OffloadConfig
 from .errors import ConfigError
-from .plan import CHUNK_ELEMENTS_MAX, WEIGHT_ITEMSIZE, Home, Placement
+from .plan import CHUNK_ELEMENTS_MAX, WEIGHT_ITEMSIZE, Home, Placement, Remedy, Update
 
 HOST_SHARE = 0.8
 """Of the memory that is available at the start, for `memory.host_bytes: "auto"`."""
@@ -23,7 +25,7 @@ def placement_of(config: OffloadConfig) -> Placement:
     if precision == "fp16":
         raise AssertionError("fp16 is refused before this")
     accumulation = config.resolve_batch(1).accumulation
-    update = zero.offload_optimizer.update
+    update: Update = "backward" if zero.offload_optimizer.update == "backward" else "step"
     grad_itemsize = WEIGHT_ITEMSIZE[precision]
     if config.data_types.grad_accum_dtype == "fp32" or (
         config.data_types.grad_accum_dtype is None and accumulation > 1
@@ -36,13 +38,50 @@ def placement_of(config: OffloadConfig) -> Placement:
         precision=precision,
         param_home=_home(zero.offload_param.device),
         state_home=_home(zero.offload_optimizer.device),
-        update="backward" if update == "backward" else "step",
+        update=update,
         grad_itemsize=grad_itemsize,
         micro_batches=accumulation,
         host_bytes=host_bytes,
         nvme_bytes=None if memory.nvme_bytes == "auto" else memory.nvme_bytes,
         chunk_elements_max=min(zero.sub_group_size or CHUNK_ELEMENTS_MAX, CHUNK_ELEMENTS_MAX),
+        remedies=tuple(_remedies(config, update)),
     )
+
+
+def _remedies(config: OffloadConfig, update: Update) -> Iterator[Remedy]:
+    """What may be changed to need less host memory: one setting, or two, or all. See `config.resolve`."""
+    zero = config.zero_optimization
+    params, states = _home(zero.offload_param.device), _home(zero.offload_optimizer.device)
+    changes: dict[str, str] = {}
+    if states == "host" and zero.offload_optimizer.ratio == 1:
+        changes["state"] = _move_to_nvme(config, "offload_optimizer")
+    if params == "host":
+        stage = "" if zero.stage == 3 else "zero_optimization.stage = 3 and "
+        changes["param"] = stage + _move_to_nvme(config, "offload_param")
+    needs_whole_gradient = config.gradient_clipping is not None or config.resolve_batch(1).accumulation > 1
+    if update == "step" and not needs_whole_gradient:
+        changes["update"] = 'zero_optimization.offload_optimizer.update = "backward"'
+    for count in range(1, len(changes) + 1):
+        for chosen in combinations(changes, count):
+            yield Remedy(
+                " and ".join(changes[name] for name in chosen),
+                "nvme" if "param" in chosen else params,
+                "nvme" if "state" in chosen else states,
+                "backward" if "update" in chosen else update,
+            )
+
+
+def _move_to_nvme(config: OffloadConfig, block: str) -> str:
+    """The settings that home a block on nvme, on the path that the other block has where there is one."""
+    zero = config.zero_optimization
+    own = [path.path for path in getattr(zero, block).nvme_path]
+    known = [path.path for path in (*zero.offload_param.nvme_path, *zero.offload_optimizer.nvme_path)]
+    path = nvme_path_of(config) or next(iter(known), None)
+    if path is None:
+        where = " with an nvme_path"
+    else:
+        where = "" if own == [path] else f' and zero_optimization.{block}.nvme_path = "{path}"'
+    return f'zero_optimization.{block}.device = "nvme"{where}'
 
 
 def nvme_path_of(config: OffloadConfig) -> str | None:

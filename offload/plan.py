@@ -8,7 +8,10 @@ Note [What host memory holds]
 - gradients: all planes where they wait for the step, or `grad_slots` slots where the update runs in
   backward;
 - optimizer state: all planes (home host), or a ring of `chunk_slots` chunks (home nvme);
-- activations: what the computation keeps, as estimated by whoever knows the model.
+- activations: what the computation keeps, as estimated by whoever knows the model;
+- library code and scratch: what libraries take when they first run, as measured by whoever starts them;
+- an fp32 piece of a bf16 weight (``matmul``): on CPUs without bf16 units it is made for each product, and
+  those with bf16 units reorder the weight instead.
 The interpreter with torch (a few hundred MiB) is not counted: it is there before we start.
 
 Note [How much to take]
@@ -25,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from .bytesize import GiB, align_up, format_bytes
+from .bytesize import GiB, align_up, format_bytes, round_up_bytes
 from .errors import PlanError
 from .inventory import ELEMENTS_ALIGNMENT, Inventory
 from .schedule import PrefetchScheduler, steady_fetches
@@ -35,6 +38,9 @@ Update = Literal["backward", "step"]
 
 CHUNK_ELEMENTS_MAX = 4 << 20
 CHUNK_ELEMENTS_MIN = 1 << 16
+PIECE_ELEMENTS = 2 << 20
+"""Of a bf16 weight, widened to fp32 at a time. 8 MiB: what the last-level cache of a small machine holds
+beside the rest."""
 READ_AHEAD_BYTES_MAX = 1 * GiB
 READ_AHEAD_SHARE = 1 / 8
 """Of the host budget, for a ring of chunks deeper than CHUNK_SLOTS."""
@@ -62,6 +68,17 @@ STATE_PLANES: dict[str, tuple[PlaneSpec, ...]] = {
 WEIGHT_ITEMSIZE = {"bf16": 2, "fp32": 4}
 
 
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Other settings that would be legal too, and what they make of the placement."""
+
+    settings: str
+    """As a user writes them, with their paths in the configuration."""
+    param_home: Home
+    state_home: Home
+    update: Update
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """What the configuration asks for, reduced to what sizes depend on."""
@@ -76,6 +93,11 @@ class Placement:
     host_bytes: int
     nvme_bytes: int | None = None
     chunk_elements_max: int = CHUNK_ELEMENTS_MAX
+    remedies: tuple[Remedy, ...] = ()
+    """Settings to propose where memory is short, the smallest change first."""
+
+    def with_remedy(self, remedy: Remedy) -> Placement:
+        return replace(self, param_home=remedy.param_home, state_home=remedy.state_home, update=remedy.update)
 
     @property
     def state_planes(self) -> tuple[PlaneSpec, ...]:
@@ -138,28 +160,17 @@ class MemoryPlan:
         """The most generous plan that fits the budgets.
 
         Raises:
-            PlanError: nothing fits; the message has the sum of the smallest plan and the setting that fits.
+            PlanError: nothing fits; the message has the sum of the smallest plan and what fits.
         """
         if not inventory.trainable_parameters:
             raise PlanError(
                 f"the model has {inventory.parameters} parameters and none is trainable;"
                 " set requires_grad on what should be trained, or use the model without an engine"
             )
-        smallest = None
         for plan in cls._candidates(placement, inventory):
-            if plan.bytes_total("host") <= placement.host_bytes:
-                break
-            smallest = plan
-        else:
-            if smallest is None:
-                raise AssertionError("no candidate plan")
-            raise PlanError(smallest._refusal())
-        if placement.nvme_bytes is not None and plan.bytes_total("nvme") > placement.nvme_bytes:
-            raise PlanError(
-                f"the nvme tier needs {plan._sum('nvme')}; memory.nvme_bytes is"
-                f" {format_bytes(placement.nvme_bytes)}; the smallest that works is {plan.bytes_total('nvme')}"
-            )
-        return plan
+            if plan._fits():
+                return plan
+        raise PlanError(plan._refusal())
 
     @classmethod
     def _candidates(cls, placement: Placement, inventory: Inventory) -> Iterator[MemoryPlan]:
@@ -200,34 +211,33 @@ class MemoryPlan:
             nvme_bytes is None or self.bytes_total("nvme") <= nvme_bytes
         )
 
+    @cached_property
+    def smallest(self) -> MemoryPlan:
+        """The plan of the same placement that takes least."""
+        return list(self._candidates(self.placement, self.inventory))[-1]
+
     def _refusal(self) -> str:
+        """Why this smallest plan does not fit, and what does. Every number and setting it names is enough."""
         placement = self.placement
-        need = self.bytes_total("host")
-        alternatives: list[tuple[str, Placement]] = []
-        if placement.state_home == "host":
-            alternatives.append(('offload_optimizer.device "nvme"', replace(placement, state_home="nvme")))
-        if placement.param_home == "host":
-            alternatives.append(('offload_param.device "nvme"', replace(placement, param_home="nvme")))
-        if placement.update == "step" and placement.micro_batches == 1:
-            alternatives.append(
-                ('offload_optimizer.update "backward"', replace(placement, update="backward"))
-            )
-        everything = replace(placement, state_home="nvme", param_home="nvme")
-        alternatives.append(("both devices on nvme", everything))
-        if placement.micro_batches == 1:
-            alternatives.append(
-                ('both on nvme with update "backward"', replace(everything, update="backward"))
-            )
-        hint = f"the smallest budget that works is {need}"
-        for name, other in alternatives:
-            smallest = list(self._candidates(other, self.inventory))[-1]
-            if smallest._fits():
-                hint = f"{name} fits"
+        problems, budgets = [], []
+        for tier, name, budget in (
+            ("host", "host memory", placement.host_bytes),
+            ("nvme", "the nvme tier", placement.nvme_bytes),
+        ):
+            need = self.bytes_total(tier)
+            if budget is not None and need > budget:
+                least = "at least " if tier == "host" else ""
+                problems.append(f"{name} needs {least}{format_bytes(need)} = {self._sum(tier)}")
+                problems.append(f"memory.{tier}_bytes is {format_bytes(budget)}")
+                budgets.append(f'memory.{tier}_bytes = "{round_up_bytes(need)}"')
+        budget_hint = f"write {' and '.join(budgets)}"
+        for remedy in placement.remedies:
+            other = replace(self, placement=placement.with_remedy(remedy)).smallest
+            if other._fits():
+                need = other.bytes_total("host")
+                budget_hint += f", or {remedy.settings}, which needs {format_bytes(need)}"
                 break
-        return (
-            f"host memory needs at least {format_bytes(need)} = {self._sum('host')};"
-            f" memory.host_bytes is {format_bytes(placement.host_bytes)}; {hint}"
-        )
+        return "; ".join((*problems, budget_hint))
 
     # -- sizes --------------------------------------------------------------------------------------------
 
@@ -280,9 +290,20 @@ class MemoryPlan:
             size = self.chunk_elements * placement.state_itemsize
             lines.append(PlanLine("host", "optimizer state chunks", self.chunk_slots, size))
             lines.append(PlanLine("nvme", "optimizer state", 1, state_bytes))
-        if inventory.activation_bytes:
-            lines.append(PlanLine("host", "activations", 1, inventory.activation_bytes))
+        for purpose, size in (
+            ("activations", inventory.activation_bytes),
+            ("library code and scratch", inventory.library_bytes),
+            ("fp32 piece of a bf16 weight", self._piece_bytes),
+        ):
+            if size:
+                lines.append(PlanLine("host", purpose, 1, size))
         return tuple(lines)
+
+    @property
+    def _piece_bytes(self) -> int:
+        if self.placement.precision != "bf16":
+            return 0
+        return 4 * min(self.inventory.matrix_elements_max, PIECE_ELEMENTS)
 
     def bytes_total(self, tier: str) -> int:
         """Bytes this plan takes in a tier."""
@@ -343,27 +364,38 @@ class MemoryPlan:
         return steady_fetches(self.scheduler(), steps)
 
     def report(self) -> str:
-        """The plan as a table, one line per purpose, then totals and traffic."""
+        """The plan as a table: a line for each purpose, the sums, and what a step moves."""
         inventory, placement = self.inventory, self.placement
+        trainable = inventory.trainable_parameters
+        share = "all" if trainable == inventory.parameters else f"{trainable / 1e6:,.1f} M"
         rows = [
             f"{inventory.parameters / 1e6:,.1f} M parameters in {len(inventory.units)} units,"
-            f" {inventory.trainable_parameters / 1e6:,.1f} M trainable;"
-            f" {placement.precision}, update in {placement.update},"
+            f" {share} trainable; {placement.precision}, update in {placement.update},"
             f" {len(self.chunks)} chunks of up to {self.chunk_elements / 1e6:.2f} M elements"
         ]
         for tier, budget in (("host", placement.host_bytes), ("nvme", placement.nvme_bytes)):
             lines = [line for line in self.lines if line.tier == tier]
             for line in lines:
-                rows.append(f"  {tier:5} {format_bytes(line.total):>10}  {line}")
+                pieces = f"{line.count} x {format_bytes(line.size)}" if line.count != 1 else ""
+                rows.append(f"  {tier}  {line.purpose:27} {pieces:>14} {format_bytes(line.total):>10}")
             if lines:
                 limit = f" of {format_bytes(budget)}" if budget is not None else ""
-                rows.append(f"  {tier:5} {format_bytes(self.bytes_total(tier)):>10}  in all{limit}")
+                least = self.smallest.bytes_total(tier)
+                if least < self.bytes_total(tier):
+                    limit += f'; "{round_up_bytes(least)}" would do, more slowly'
+                rows.append(f"  {tier}  {'in all':42} {format_bytes(self.bytes_total(tier)):>10}{limit}")
+        return "\n".join((*rows, *self._traffic_rows()))
+
+    def _traffic_rows(self) -> Iterator[str]:
         steady = self.bytes_moved(4) - self.bytes_moved(3)
-        for link in ("nvme_read", "nvme_write"):
-            moved = sum(size for (name, _), size in steady.items() if name == link)
-            if moved:
-                per_parameter = moved / max(inventory.trainable_parameters, 1)
-                rows.append(
-                    f"  {link:11} {format_bytes(moved)} per step, {per_parameter:.2f} B per parameter"
-                )
-        return "\n".join(rows)
+        if not steady:
+            yield "  nothing is homed on nvme: a step moves nothing"
+            return
+        yield f"  {'bytes per step':21} {'nvme_read':>10} {'nvme_write':>11} {'per parameter':>14}"
+        for name in (*dict.fromkeys(plane for _, plane in sorted(steady)), "in all"):
+            read, written = (
+                sum(size for key, size in steady.items() if key[0] == link and name in (key[1], "in all"))
+                for link in ("nvme_read", "nvme_write")
+            )
+            share = (read + written) / self.inventory.trainable_parameters
+            yield f"  {name:21} {format_bytes(read):>10} {format_bytes(written):>11} {share:>12.2f} B"

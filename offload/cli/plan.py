@@ -13,7 +13,7 @@ from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..placement import placement_of, refuse_unbuilt
 from ..plan import MemoryPlan
-from .sources import activation_note, check_seq, inventory_of, open_source
+from .sources import check_seq, inventory_of, open_source, plan_notes
 
 DRIVE_LIFE_BYTES = 600e12
 """What a consumer drive of 1 TB is warranted to take (600 TBW)."""
@@ -42,8 +42,7 @@ def show_plan(
         f" {steps} steps of {batch.micro} x {batch.accumulation} sequences of {seq} tokens"
     )
     typer.echo(plan.report())
-    typer.echo(activation_note(config, source, seq))
-    for line in (*_units(plan), *_traffic(plan), *_drive(plan, steps, tokens, gb_per_second)):
+    for line in (*plan_notes(plan.inventory), *_units(plan), *_drive(plan, steps, tokens, gb_per_second)):
         typer.echo(line)
 
 
@@ -60,18 +59,6 @@ def _units(plan: MemoryPlan) -> Iterator[str]:
             f"  {names}: {elements / 1e6:.2f} M elements, weights {format_bytes(weight_bytes)},"
             f" state {format_bytes(state)}"
         )
-
-
-def _traffic(plan: MemoryPlan) -> Iterator[str]:
-    """Bytes of a step that is not the first, by link and plane."""
-    steady = plan.bytes_moved(4) - plan.bytes_moved(3)
-    if not steady:
-        yield "nothing is homed on nvme: no link moves anything"
-        return
-    yield "bytes per step, from the second on"
-    for (link, plane), size in (*sorted(steady.items()), (("in all", ""), steady.total())):
-        per_parameter = size / plan.inventory.trainable_parameters
-        yield f"  {link:11} {plane:11} {format_bytes(size):>10}  {per_parameter:6.2f} B per parameter"
 
 
 def _drive(plan: MemoryPlan, steps: int, tokens: int, gb_per_second: float | None) -> Iterator[str]:

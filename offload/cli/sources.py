@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..bytesize import MiB, format_bytes
+from ..bytesize import MiB
 from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..inventory import Inventory, ParamInfo, build_inventory
@@ -19,16 +20,17 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 
 PREFIX = "preset:"
 
-RUNTIME_BYTES = 64 * MiB
+LIBRARY_BYTES = 48 * MiB
 """What the process takes in training beside the plan's own memory and the tensors of the computation.
 
-Measured on x86-64 with torch 2.13 and two threads, from an interpreter that has imported torch to the
-largest resident memory, less the slabs and the activations: 44 MiB with fp32 and 61 MiB with bf16 on a CPU
-that widens its weights piece by piece. 20 MiB of it is library code that is paged in by first use, 12 MiB
-this package and its dependencies. Counted with the activations.
+Measured on x86-64 with torch 2.13, in fp32 and bf16 with one thread and two, as private memory from an
+interpreter that has imported torch to the largest, less slabs and activations: 17 MiB with 10 M parameters
+and 35 MiB with 32 M, of which 12 MiB are this package and its dependencies, 8 MiB the engine and the first
+step's own, and the rest stacks of threads and holes in the heap. Pages of code add nothing: see
+``memory``, Note [Code that ran once].
 """
 TRANSFORMERS_BYTES = 160 * MiB
-"""As RUNTIME_BYTES, for transformers and what it loads (torch's compiler among it)."""
+"""As LIBRARY_BYTES, for transformers and what it loads (torch's compiler among it)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ class PresetSource:
         return self.config.vocab_size
 
     @property
-    def runtime_bytes(self) -> int:
-        return RUNTIME_BYTES
+    def library_bytes(self) -> int:
+        return LIBRARY_BYTES
 
     def activation_bytes(self, micro_batch: int, seq: int, itemsize: int) -> int:
         return activation_bytes(self.config, micro_batch, seq, dtype_bytes=itemsize)
@@ -76,8 +78,8 @@ class CheckpointSource:
         return self._number("vocab_size")
 
     @property
-    def runtime_bytes(self) -> int:
-        return RUNTIME_BYTES + TRANSFORMERS_BYTES
+    def library_bytes(self) -> int:
+        return LIBRARY_BYTES + TRANSFORMERS_BYTES
 
     def activation_bytes(self, micro_batch: int, seq: int, itemsize: int) -> int:
         """An upper bound for any transformer with activation checkpointing per block; 0 where unknown.
@@ -155,18 +157,16 @@ def inventory_of(config: OffloadConfig, source: ModelSource, shapes: Shapes, seq
         shapes: of the parameters, in the order of the model.
     """
     itemsize = WEIGHT_ITEMSIZE[config.precision]
-    activations = source.activation_bytes(config.resolve_batch(1).micro, seq, itemsize)
-    return build_inventory(
+    inventory = build_inventory(
         (ParamInfo(name, shape, itemsize, True) for name, shape in shapes),
         weight_itemsize=itemsize,
-        activation_bytes=activations + source.runtime_bytes,
+        activation_bytes=source.activation_bytes(config.resolve_batch(1).micro, seq, itemsize),
     )
+    return replace(inventory, library_bytes=source.library_bytes)
 
 
-def activation_note(config: OffloadConfig, source: ModelSource, seq: int) -> str:
-    """What the plan's line "activations" consists of."""
-    size = source.activation_bytes(config.resolve_batch(1).micro, seq, WEIGHT_ITEMSIZE[config.precision])
-    runtime = f"{format_bytes(source.runtime_bytes)} for library code and scratch memory"
-    if not size:
-        return f"  note: activations are {runtime} only: config.json does not say the model's sizes"
-    return f"  note: activations are {format_bytes(size)} at most for the computation, and {runtime}"
+def plan_notes(inventory: Inventory) -> Iterator[str]:
+    """What a plan does not count."""
+    if not inventory.activation_bytes:
+        yield "  activations are not counted: config.json does not say the model's sizes"
+    yield "  the interpreter with torch, which is there before the run, takes a few hundred MiB besides"

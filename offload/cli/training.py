@@ -23,7 +23,7 @@ from .failures import Stopped, StopSignals, describe
 from .memory import give_back, keep_compiler_out
 from .progress import Display, Meter
 from .report import Account, build_report, table
-from .sources import PresetSource, activation_note, inventory_of
+from .sources import PresetSource, inventory_of, plan_notes
 
 if TYPE_CHECKING:
     from .finetune import Job
@@ -130,10 +130,17 @@ def _prepare(job: Job, display: Display) -> tuple[nn.Module, OffloadOptimizer]:
     if not request.quiet:
         display.say(f"plan of {job.source.name}")
         display.say(MemoryPlan.build(job.placement, inventory).report())
-        display.say(activation_note(job.config, job.source, request.seq))
+        for note in plan_notes(inventory):
+            display.say(note)
+    give_back()
     with display.task("moving the model to its home") as advance:
         fill_later(model, read, advance)
-        model, optimizer = prepare(model, job.config, activation_bytes=inventory.activation_bytes)
+        model, optimizer = prepare(
+            model,
+            job.config,
+            activation_bytes=inventory.activation_bytes,
+            library_bytes=inventory.library_bytes,
+        )
     give_back()
     return model, optimizer
 

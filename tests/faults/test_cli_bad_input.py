@@ -147,11 +147,15 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "nvme without a path": (NVME_WITHOUT_PATH, ("offload_param", "nvme_path")),
     "budget too small": (
         {"memory": {"host_bytes": "4MiB"}},
-        (r"memory\.host_bytes is 4.00 MiB", r"needs at least .* = .* weight slots \+ ", "smallest budget"),
+        (
+            r"memory\.host_bytes is 4.00 MiB",
+            r"needs at least .* = .* weight slots \+ ",
+            r'host_bytes = "\d+MiB"$',
+        ),
     ),
     "nvme budget too small": (
         {"memory": {"host_bytes": "200MiB", "nvme_bytes": "20MiB"}},
-        (r"memory\.nvme_bytes is 20.0 MiB", "smallest that works is"),
+        (r"memory\.nvme_bytes is 20.0 MiB", r'nvme_bytes = "\d+MiB"$'),
     ),
     "not built yet": ({"micro_batching": "per_unit"}, ("micro_batching", "not built yet", "use 'per_step'")),
 }

@@ -1,5 +1,6 @@
 """The plan against arithmetic written out by hand, and refusals whose hints really fit."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -11,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import offload
+from offload.bytesize import KiB, format_bytes, parse_bytes, round_up_bytes
+from offload.config import OffloadConfig
 from offload.errors import PlanError
 from offload.inventory import ParamInfo, build_inventory
 from offload.optim import Adam
-from offload.plan import STATE_PLANES, MemoryPlan, Placement
+from offload.placement import placement_of, refuse_unbuilt
+from offload.plan import PIECE_ELEMENTS, STATE_PLANES, MemoryPlan, Placement
 
 GiB = 1 << 30
 
@@ -116,11 +120,159 @@ def test_pure_modules_import_no_torch(module):
     assert subprocess.run([sys.executable, "-c", script], cwd=root, check=False).returncode == 0
 
 
-def test_a_hint_keeps_the_nvme_budget():
-    """State on nvme would fit the host budget and not the other one: the number is named instead."""
-    place = placement(param_home="host", state_home="host", host_bytes=3 << 20, nvme_bytes=1)
-    with pytest.raises(PlanError, match=r"the smallest budget that works is \d+$"):
-        MemoryPlan.build(place, inventory_of([300_000] * 2))
+def test_every_purpose_has_a_line_of_its_own():
+    """Activations, libraries and the widened piece are told apart, and the sum is theirs."""
+    params = [
+        ParamInfo("blocks.0.w.weight", (64, 128), 2, True),
+        ParamInfo("blocks.1.w.weight", (96,), 2, True),
+    ]
+    inventory = build_inventory(params, weight_itemsize=2, activation_bytes=300 << 10)
+    plan = MemoryPlan.build(placement(), replace(inventory, library_bytes=5 << 20))
+    sizes = {line.purpose: line.total for line in plan.lines if line.tier == "host"}
+    assert sizes["activations"] == 300 << 10
+    assert sizes["library code and scratch"] == 5 << 20
+    assert sizes["fp32 piece of a bf16 weight"] == 4 * 64 * 128
+    assert sum(sizes.values()) == plan.bytes_total("host")
+    for purpose, size in sizes.items():
+        assert re.search(
+            rf"^  host  {purpose} .*{re.escape(format_bytes(size))}$", plan.report(), re.MULTILINE
+        )
+    large = [ParamInfo("blocks.0.w.weight", (4096, 4096), 2, True)]
+    of_large = MemoryPlan.build(placement(), build_inventory(large, weight_itemsize=2))
+    assert of_large.lines[-1].total == 4 * PIECE_ELEMENTS
+    in_fp32 = build_inventory([replace(large[0], itemsize=4)], weight_itemsize=4)
+    fp32 = placement(precision="fp32", grad_itemsize=4)
+    assert "fp32 piece" not in MemoryPlan.build(fp32, in_fp32).report()
+
+
+def test_report_says_what_fits_and_what_a_step_moves():
+    plan = MemoryPlan.build(placement(), inventory_of([4096, 100, 6144]))
+    lines = plan.report().splitlines()
+    least = MemoryPlan.build(placement(host_bytes=plan.smallest.bytes_total("host")), plan.inventory)
+    assert least.bytes_total("host") < plan.bytes_total("host")
+    (in_all,) = [line for line in lines if line.startswith("  host  in all")]
+    assert in_all.endswith(
+        f"{format_bytes(plan.bytes_total('host'))} of 1.00 GiB;"
+        f' "{round_up_bytes(least.bytes_total("host"))}" would do, more slowly'
+    )
+    moved = plan.bytes_moved(4) - plan.bytes_moved(3)
+    read, written = (
+        format_bytes(sum(size for (name, _), size in moved.items() if name == link))
+        for link in ("nvme_read", "nvme_write")
+    )
+    share = moved.total() / plan.inventory.trainable_parameters
+    assert lines[-1].split() == ["in", "all", *read.split(), *written.split(), f"{share:.2f}", "B"]
+
+
+@given(st.integers(1, 1 << 50))
+def test_a_rounded_budget_is_enough_and_hardly_more(size):
+    assert size <= parse_bytes(round_up_bytes(size)) <= max(1.02 * size, size + KiB)
+
+
+# -- hints ------------------------------------------------------------------------------------------------
+
+SETTING = re.compile(r"([a-z_]+(?:\.[a-z_]+)+) = (?:\"([^\"]+)\"|(\d+))( with an nvme_path)?")
+
+
+def settings_of(message):
+    """What a refusal tells to write: the budgets, and, where there is one, the other way."""
+    hint = message[message.rindex("; write ") :]
+    budgets, _, other = hint.partition(", or ")
+    return [
+        {path: (text or int(number), bool(on_path)) for path, text, number, on_path in SETTING.findall(part)}
+        for part in (budgets, other)
+    ]
+
+
+def written(config, changes):
+    """The configuration with the settings that a message names, and nothing else."""
+    config = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
+    for path, (value, needs_path) in changes.items():
+        *blocks, name = path.split(".")
+        section = config
+        for block in blocks:
+            section[block] = dict(section.get(block, {}))
+            section = section[block]
+        section[name] = value
+        if needs_path:
+            section["nvme_path"] = "/elsewhere"
+    return config
+
+
+def configs():
+    """All combinations of what a hint depends on."""
+    for precision, stage, params, states, update, clipping, accumulation, ratio, idle in itertools.product(
+        ("bf16", "fp32"), (0, 3), ("none", "cpu", "nvme"), ("none", "cpu", "nvme"), ("auto", "step", "backward"),
+        (None, 1.0), (1, 2), (1.0, 0.5), (None, "/other"),
+    ):  # fmt: skip
+        if params != "none" and stage != 3:
+            continue
+        if update == "backward" and (clipping or accumulation > 1):
+            continue
+        if ratio < 1 and states != "cpu":
+            continue
+        path = {"nvme": "/swap"}
+        yield {
+            "bf16": {"enabled": precision == "bf16"},
+            "gradient_clipping": clipping,
+            "gradient_accumulation_steps": accumulation,
+            "zero_optimization": {
+                "stage": stage,
+                "offload_param": {"device": params, "nvme_path": path.get(params, idle)},
+                "offload_optimizer": {
+                    "device": states,
+                    "nvme_path": path.get(states, idle),
+                    "update": update,
+                    "ratio": ratio,
+                },
+            },
+        }
+
+
+@pytest.mark.parametrize("host_bytes", ["1KiB", "1500KiB", "3MiB", "5MiB"])
+@pytest.mark.parametrize("nvme_bytes", ["auto", "1MiB", "4MiB"])
+def test_every_hint_leads_to_a_plan_that_fits(host_bytes, nvme_bytes):
+    """Written into the file, all by itself, it is a configuration that is legal and a plan that is built."""
+    refusals = others = 0
+    for config in configs():
+        config["memory"] = {"host_bytes": host_bytes, "nvme_bytes": nvme_bytes}
+        settings_ = OffloadConfig.from_dict(config)
+        inventory = inventory_of([100_000] * 4, itemsize=2 if settings_.precision == "bf16" else 4)
+        try:
+            MemoryPlan.build(placement_of(settings_), inventory)
+        except PlanError as error:
+            message = str(error)
+        else:
+            continue
+        refusals += 1
+        assert "\n" not in message and not re.search(r"\d{5}", message)  # no raw byte counts
+        budgets, other = settings_of(message)
+        assert budgets and all(path.startswith("memory.") for path in budgets)
+        for changes in filter(None, (budgets, other)):
+            fixed = OffloadConfig.from_dict(written(config, changes))
+            refuse_unbuilt(fixed)
+            plan = MemoryPlan.build(placement_of(fixed), inventory)
+        if other:
+            others += 1
+            said = re.search(r", which needs (.*)$", message)[1]
+            assert said == format_bytes(plan.smallest.bytes_total("host"))
+    assert refusals > 20
+    assert others or host_bytes in ("1KiB", "1500KiB") or nvme_bytes == "1MiB"
+
+
+@pytest.mark.parametrize("reason", [{"gradient_clipping": 1.0}, {"gradient_accumulation_steps": 4}])
+def test_update_in_backward_is_not_proposed_where_it_is_impossible(reason):
+    """The gradients of a model whose planes are on nvme already are all that could be saved."""
+    blocks = {"device": "nvme", "nvme_path": "/swap"}
+    config = {
+        "zero_optimization": {"stage": 3, "offload_param": blocks, "offload_optimizer": blocks},
+        "memory": {"host_bytes": "6MiB"},
+    }
+    inventory = inventory_of([100_000] * 16, itemsize=4)
+    with pytest.raises(PlanError, match=r'update = "backward", which needs 1\.93 MiB$'):
+        MemoryPlan.build(placement_of(OffloadConfig.from_dict(config)), inventory)
+    with pytest.raises(PlanError, match=r'write memory\.host_bytes = "\d+KiB"$'):
+        MemoryPlan.build(placement_of(OffloadConfig.from_dict({**config, **reason})), inventory)
 
 
 # -- any model, any budget --------------------------------------------------------------------------------
@@ -143,55 +295,23 @@ def model_for(place, sizes):
     return inventory_of(sizes, itemsize=2 if place.precision == "bf16" else 4)
 
 
-def fix(place, message):
-    """Does what a refusal says."""
-    if number := re.search(r"the smallest that works is (\d+)", message):
-        return replace(place, nvme_bytes=int(number[1]))
-    if number := re.search(r"the smallest budget that works is (\d+)", message):
-        return replace(place, host_bytes=int(number[1]))
-    both = "both" in message
-    changes = {}
-    if both or 'offload_param.device "nvme"' in message:
-        changes["param_home"] = "nvme"
-    if both or 'offload_optimizer.device "nvme"' in message:
-        changes["state_home"] = "nvme"
-    if 'update "backward"' in message:
-        changes["update"] = "backward"
-    assert changes and message.endswith("fits"), message
-    return replace(place, **changes)
-
-
 @settings(max_examples=150, deadline=None)
 @given(placements, models)
-def test_every_refusal_names_a_setting_that_fits(place, sizes):
-    """Done what the message says, the same refusal does not come back: at most host, then nvme."""
-    inventory = model_for(place, sizes)
-    budgets = []
-    for _ in range(3):
-        try:
-            plan = MemoryPlan.build(place, inventory)
-            break
-        except PlanError as error:
-            message = str(error)
-            assert "\n" not in message and ("needs" in message)
-            budget = "nvme" if message.startswith("the nvme tier") else "host"
-            assert budget not in budgets, f"the hint did not fit: {message}"
-            budgets.append(budget)
-            place = fix(place, message)
-    assert plan.bytes_total("host") <= place.host_bytes
-    assert place.nvme_bytes is None or plan.bytes_total("nvme") <= place.nvme_bytes
-
-
-@settings(max_examples=150, deadline=None)
-@given(placements, models)
-def test_a_device_hint_does_not_run_into_the_nvme_budget(place, sizes):
-    """A hint that names a device or an update, and not a number, must be enough by itself."""
+def test_budgets_of_a_refusal_are_enough_and_hardly_more(place, sizes):
     inventory = model_for(place, sizes)
     try:
-        MemoryPlan.build(place, inventory)
+        plan = MemoryPlan.build(place, inventory)
     except PlanError as error:
-        if str(error).endswith("fits"):
-            MemoryPlan.build(fix(place, str(error)), inventory)
+        budgets, other = settings_of(str(error))
+        assert not other  # nobody told this placement what else is legal
+        named = {path.removeprefix("memory."): parse_bytes(value) for path, (value, _) in budgets.items()}
+        place = replace(place, **named)
+        plan = MemoryPlan.build(place, inventory)
+        for name, budget in named.items():
+            smallest = plan.smallest.bytes_total(name.removesuffix("_bytes"))
+            assert smallest <= budget <= max(1.02 * smallest, smallest + KiB)
+    assert plan.bytes_total("host") <= place.host_bytes
+    assert place.nvme_bytes is None or plan.bytes_total("nvme") <= place.nvme_bytes
 
 
 @settings(max_examples=150, deadline=None)
