@@ -17,7 +17,7 @@ from .engine import OffloadEngine
 from .errors import OffloadError
 from .inventory import PAGE_BYTES
 from .optim import kernels
-from .partition import StoredParam
+from .partition import GATHER_LOSS, StoredParam
 from .plan import Chunk
 
 
@@ -140,9 +140,9 @@ def gathered(engine: OffloadEngine, params: Sequence[nn.Parameter], *, modify: b
     values: dict[StoredParam, torch.Tensor] = {}
     try:
         for stored in stored_params:
-            values[stored] = read_weight(engine, stored)
-            stored.gathered = values[stored]
-            stored.point(values[stored])
+            values[stored] = stored.gathered = read_weight(engine, stored)
+        for unit in {stored.unit for stored in stored_params}:
+            engine.weights.refresh(unit)
         yield
         if modify:
             for stored in stored_params:
@@ -152,3 +152,9 @@ def gathered(engine: OffloadEngine, params: Sequence[nn.Parameter], *, modify: b
             stored.gathered = None
         for unit in {stored.unit for stored in values}:
             engine.weights.refresh(unit)
+    needed = [stored.name for stored in stored_params if stored.is_saved and stored.is_absent]
+    if needed:
+        raise OffloadError(
+            f"a loss that was computed inside gather and not differentiated needs {', '.join(needed)};"
+            f" {GATHER_LOSS}, or detach() what is kept"
+        )

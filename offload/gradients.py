@@ -13,13 +13,15 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from .errors import ConfigError, OffloadError
-from .partition import Partition, StoredParam
+from .optim import kernels
+from .partition import GATHER_LOSS, Partition, StoredParam
 from .tiers.host import HostTier
 
 GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -73,14 +75,24 @@ class WaitingGradients:
 
     def present(self, unit: int) -> list[StoredParam]:
         """The unit's parameters that have a gradient now; whatever the user has put there is in the plane."""
-        present = []
-        for stored in self._partition.units[unit]:
-            if stored.trainable and stored.param.grad is not None:
-                self.take(stored)
-                present.append(stored)
+        present = [stored for stored in self._partition.trained[unit] if stored.param.grad is not None]
+        for stored in present:
+            self.take(stored)
         return present
 
-    def release(self) -> None:
+    def all_present(self) -> list[list[StoredParam]]:
+        """Of each unit, the parameters that have a gradient now."""
+        return [self.present(unit) for unit in range(len(self.planes))]
+
+    def norm(self, present: Sequence[list[StoredParam]]) -> float:
+        """Global norm of the gradients that are there: one order of additions, whatever the tiers."""
+        squares: list[float] = []
+        for unit, params in enumerate(present):
+            whole = len(params) == len(self._partition.trained[unit])
+            squares.extend(square_sums(self.planes[unit], params, whole=whole))
+        return math.sqrt(math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan)
+
+    def close(self) -> None:
         """Detaches the gradients from the planes, so that the memory can go."""
         for stored, view in self._views.items():
             if stored.param.grad is view:
@@ -98,7 +110,7 @@ class PassingGradients:
         grad_itemsize: int,
         slot_count: int,
         host: HostTier,
-        wait_for_slot: Callable[[], None],
+        wait_for_slot: Callable[[list[int]], None],
     ) -> None:
         """
         Args:
@@ -136,7 +148,7 @@ class PassingGradients:
         plane = self._planes.get(stored.unit)
         if plane is None:
             while not self._free:
-                self._wait_for_slot()
+                self._wait_for_slot(self.units)
             plane = self._free.pop()
             _zero_padding(plane, self._partition.units[stored.unit])
             self._planes[stored.unit] = plane
@@ -152,8 +164,7 @@ class PassingGradients:
 
     def is_complete(self, unit: int) -> bool:
         """Whether every trained parameter of the unit has its gradient."""
-        trained = sum(stored.trainable for stored in self._partition.units[unit])
-        return len(self._present.get(unit, ())) == trained
+        return len(self._present.get(unit, ())) == len(self._partition.trained[unit])
 
     def present(self, unit: int) -> list[StoredParam]:
         """The unit's parameters that have a gradient, in the order of their planes."""
@@ -168,11 +179,40 @@ class PassingGradients:
             stored.param.grad = self._absent[stored]
         self._free.append(self._planes.pop(unit))
 
-    def clear_absent(self, params: Iterable[StoredParam]) -> None:
+    def clear_absent(self) -> None:
         """Makes absent gradients None again: a new step begins."""
-        for stored in params:
+        for stored in self._partition.trainable:
             if isinstance(stored.param.grad, AbsentGradient):
                 stored.param.grad = None
+
+    def close(self) -> None:
+        """Leaves no absent gradient behind."""
+        self.clear_absent()
+        self._planes.clear()
+        self._free.clear()
+
+
+def square_sums(plane: torch.Tensor, params: list[StoredParam], *, whole: bool) -> list[float]:
+    """Block sums of squares of a unit's gradients; padding is zero and counts for nothing."""
+    if whole:
+        return kernels.block_square_sums(plane).tolist() if params else []
+    sums: list[float] = []
+    for stored in params:
+        sums.extend(kernels.block_square_sums(plane[stored.placed.begin : stored.placed.end]).tolist())
+    return sums
+
+
+def explain_not_finite(grads: Iterable[tuple[StoredParam, torch.Tensor]], *, may_be_absent: bool) -> str:
+    """Which of the gradients are not finite, and what to do where an absent parameter may be the cause."""
+    bad = {stored.name: grad for stored, grad in grads if not bool(grad.isfinite().all())}
+    names = ", ".join(list(bad)[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+    text = f"the gradient of {names} is not finite"
+    if may_be_absent and any(bool(grad.isnan().all()) for grad in bad.values()):
+        text += (
+            " (a parameter used outside the model's forward may be absent, which reads as NaN:"
+            f" {GATHER_LOSS})"
+        )
+    return text
 
 
 def allow_grad_dtype(stored: StoredParam, dtype: torch.dtype) -> None:

@@ -1,10 +1,11 @@
 """Keeps the weight planes that are needed in slots of host memory; decides nothing, waits for little.
 
 Note [Who still looks]
-A slot may be reused only when nobody looks at its bytes: no lease is open, and no tensor outside the
-parameters shares its storage. The second is asked of torch itself (the use count of the storage), which
-covers what no hook can see: views that a checkpointed block has saved for its backward, an output that
-is a parameter, a tensor that user code holds on to.
+A slot may be reused only when nobody looks at its bytes: no lease is open, no tensor outside the
+parameters shares its storage, and no graph has saved a parameter itself (Note [Saved parameters]). The last
+two are asked of torch (the use counts of the storage and of the parameters), which covers what no hook can
+see: views that a checkpointed block has saved for its backward, an output that is a parameter, a tensor that
+user code holds on to, a penalty over weights.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from collections.abc import Callable
 import torch
 
 from .blocks import BlockState, Copy, Lease, Residency
-from .errors import OffloadError
+from .errors import OffloadError, TransferError
 from .ledger import Ledger
 from .links import AHEAD, NEEDED_NOW, Ticket
+from .partition import GATHER_LOSS
 from .schedule import Phase, PrefetchScheduler
 
 Read = Callable[[int, torch.Tensor, int], Ticket]
@@ -34,8 +36,14 @@ class Slot:
         self._count_attached = 0
 
     def attached(self) -> None:
-        """Remembers how many tensors share the storage now that the parameters do."""
+        """Remembers how many tensors share the storage now that the parameters do, and nobody else."""
         self._count_attached = self._count()
+
+    def repoint(self, point: Callable[[], None]) -> None:
+        """Points parameters at the slot, or away from it, while others may be looking."""
+        before = self._count()
+        point()
+        self._count_attached += self._count() - before
 
     @property
     def is_looked_at(self) -> bool:
@@ -58,6 +66,7 @@ class Mover:
         read: Read,
         attach: Callable[[int, torch.Tensor], None],
         detach: Callable[[int], None],
+        is_saved: Callable[[int], bool],
         reclaim: Callable[[], bool],
         scheduler: PrefetchScheduler,
         ledger: Ledger,
@@ -67,12 +76,14 @@ class Mover:
             read: starts a read of a unit's plane.
             attach: points a unit's parameters at a slot.
             detach: makes a unit's parameters absent.
+            is_saved: whether a graph holds parameters of a unit.
             reclaim: asked when every slot is held: gives one hold up, or says that there is none.
         """
         self.residency = Residency(unit_count, len(slots))
         self.slots = [Slot(tensor) for tensor in slots]
         self.scheduler = scheduler
-        self._read, self._attach, self._detach, self._reclaim = read, attach, detach, reclaim
+        self._read, self._attach, self._detach = read, attach, detach
+        self._is_saved, self._reclaim = is_saved, reclaim
         self._ledger = ledger
         self._tickets: dict[int, Ticket] = {}
         self._last_used = -1
@@ -122,6 +133,15 @@ class Mover:
             raise AssertionError(f"unit {unit} is read while {copy.state.name}")
         return self._slot(copy).tensor
 
+    def refresh(self, unit: int) -> None:
+        """Points the unit's parameters at what is true now: their slot, or nothing."""
+        copy = self.residency.copies[unit]
+        if copy.readable:
+            slot = self._slot(copy)
+            slot.repoint(lambda: self._attach(unit, slot.tensor))
+        else:
+            self._detach(unit)
+
     def fetch_ahead(self) -> None:
         """Starts the fetches that the scheduler names; those for which no slot is free yet come later."""
         moves = self.scheduler.next_moves(evictable=self._droppable(), free_slots=self.residency.free_slots)
@@ -148,7 +168,11 @@ class Mover:
 
     def _droppable(self) -> set[int]:
         """Units whose slot may be taken. See Note [Who still looks]."""
-        return {copy.block for copy in self.residency.droppable() if not self._slot(copy).is_looked_at}
+        return {
+            copy.block
+            for copy in self.residency.droppable()
+            if not self._slot(copy).is_looked_at and not self._is_saved(copy.block)
+        }
 
     def _fetch_now(self, unit: int) -> None:
         """Fetches a unit that is needed at once: as was decided where it was foreseen, else in any slot."""
@@ -171,22 +195,22 @@ class Mover:
             raise
 
     def _finish(self, unit: int) -> None:
-        ticket = self._tickets.pop(unit)
+        ticket = self._tickets[unit]
         try:
             if ticket.done():
                 ticket.wait()
             else:
                 with self._ledger.stall("weights"):
                     ticket.wait()
-        except BaseException:
+        except TransferError:
+            del self._tickets[unit]
             self.residency.drop(unit)
-            raise
-        self.residency.finish(unit)
+            raise  # an interrupted wait leaves all as it is: the bytes are still on their way
         slot = self._slot(self.residency.copies[unit])
-        try:
-            self._attach(unit, slot.tensor)
-        finally:  # it complains of what user code has written, after it has attached
-            slot.attached()
+        self._attach(unit, slot.tensor)
+        slot.attached()
+        del self._tickets[unit]
+        self.residency.finish(unit)
 
     def _drop(self, unit: int) -> None:
         self._detach(unit)
@@ -211,9 +235,9 @@ class Mover:
             else:
                 held = ", ".join(str(copy.block) for copy in self.residency.copies if copy.slot is not None)
                 raise OffloadError(
-                    f"all {len(self.slots)} weight slots are in use (units {held}): a module needs more units at"
-                    " once, or tensors that are views of weights are being kept; raise memory.host_bytes, or"
-                    " clone() what is kept"
+                    f"all {len(self.slots)} weight slots are in use (units {held}): tensors that are views of"
+                    " weights are kept (clone() them), or more weights are used at once than fit, outside the"
+                    f" model's forward ({GATHER_LOSS}) or in one module (set offload_param.device to 'cpu')"
                 )
 
     def _slot(self, copy: Copy) -> Slot:

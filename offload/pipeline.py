@@ -353,10 +353,10 @@ class OptimizerPipeline:
                 self._beginning.discard(update)
 
     def _cancel(self, job: _Job) -> None:
-        self._jobs.remove(job)
         if job.loading is not None and job.buffer is not None:
-            job.loading.wait()
+            job.loading.wait()  # first: where it is interrupted, the job is as it was
             self._states.release(job.buffer)
+        self._jobs.remove(job)
 
     def _recycle(self) -> bool:
         """Takes the buffer of a chunk that was read ahead and has no gradient yet."""

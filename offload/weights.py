@@ -102,6 +102,7 @@ class StreamedWeights:
             read=lambda unit, slot, priority: store.read_weight(unit, slot, priority=priority),
             attach=partition.attach,
             detach=partition.detach,
+            is_saved=partition.is_saved,
             reclaim=reclaim,
             scheduler=plan.scheduler(),
             ledger=ledger,
@@ -135,12 +136,7 @@ class StreamedWeights:
         return self.mover.plane(unit)
 
     def refresh(self, unit: int) -> None:
-        """Points the unit's parameters at what is true now: their slot, or nothing."""
-        copy = self.mover.residency.copies[unit]
-        if copy.readable:
-            self._partition.attach(unit, self.mover.plane(unit))
-        else:
-            self._partition.detach(unit)
+        self.mover.refresh(unit)
 
     def begin_update(self, unit: int, *, in_backward: bool) -> None:
         self._updating[unit] = self.mover.lease_unannounced(unit) if in_backward else self.mover.lease(unit)
