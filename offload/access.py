@@ -17,7 +17,7 @@ from .engine import OffloadEngine
 from .errors import OffloadError
 from .inventory import PAGE_BYTES
 from .optim import kernels
-from .partition import StoredParam
+from .partition import GATHER_LOSS, StoredParam
 from .plan import Chunk
 
 
@@ -32,11 +32,11 @@ def stored_of(engine: OffloadEngine, param: nn.Parameter) -> StoredParam:
 
 
 def read_weight(engine: OffloadEngine, stored: StoredParam) -> torch.Tensor:
-    """A copy of the weight in its compute type."""
+    """A copy of the weight in its compute type, in host memory."""
     engine.settle_updates()
     hold = engine.lease_unannounced(stored.unit)
     try:
-        return stored.view(engine.weights.plane(stored.unit)).clone()
+        return stored.view(engine.weights.host_plane(stored.unit)).clone()
     finally:
         hold.close()
 
@@ -60,11 +60,12 @@ def write_weight(engine: OffloadEngine, stored: StoredParam, value: torch.Tensor
     """
     if value.shape != stored.placed.info.shape:
         raise OffloadError(f"{stored.name} has shape {stored.placed.info.shape}, not {tuple(value.shape)}")
+    value = value.detach().cpu()
     engine.settle_updates()
     unit = stored.unit
     engine.weights.begin_update(unit, in_backward=True)
     try:
-        plane = engine.weights.plane(unit)
+        plane = engine.weights.host_plane(unit)
         begin, end = stored.placed.offset, stored.placed.offset + stored.placed.info.nbytes
         has_residual = stored.trainable and stored.dtype is torch.bfloat16
         if has_residual and value.numel():
@@ -80,7 +81,7 @@ def write_weight(engine: OffloadEngine, stored: StoredParam, value: torch.Tensor
         else:
             stored.view(plane).copy_(value)
         first = begin // PAGE_BYTES * PAGE_BYTES
-        engine.store_weight(unit, first, align_up(end, PAGE_BYTES))
+        engine.put_weight(unit, plane, first, align_up(end, PAGE_BYTES))
     finally:
         engine.weights.end_update(unit)
 
@@ -96,7 +97,7 @@ class ChunkAccess:
 
     def read(self, stored: StoredParam, plane: str) -> torch.Tensor:
         """A copy of the parameter's elements in a state plane, flat."""
-        pieces = [self._plane(chunk, plane)[begin:end].clone() for chunk, begin, end in self._pieces(stored)]
+        pieces = [self._plane(chunk, plane)[begin:end].clone().cpu() for chunk, begin, end in self._pieces(stored)]
         return torch.cat(pieces) if pieces else torch.empty(0)
 
     def write(self, stored: StoredParam, planes: dict[str, torch.Tensor]) -> None:
@@ -137,9 +138,10 @@ def gathered(engine: OffloadEngine, params: Sequence[nn.Parameter], *, modify: b
     values: dict[StoredParam, torch.Tensor] = {}
     try:
         for stored in stored_params:
-            values[stored] = read_weight(engine, stored)
-            stored.gathered = values[stored]
-            stored.point(values[stored])
+            value = read_weight(engine, stored).to(stored.absent.device)
+            values[stored] = stored.gathered = value
+        for unit in {stored.unit for stored in stored_params}:
+            engine.weights.refresh(unit)
         yield
         if modify:
             for stored in stored_params:
@@ -149,3 +151,9 @@ def gathered(engine: OffloadEngine, params: Sequence[nn.Parameter], *, modify: b
             stored.gathered = None
         for unit in {stored.unit for stored in values}:
             engine.weights.refresh(unit)
+    needed = [stored.name for stored in stored_params if stored.is_saved and stored.is_absent]
+    if needed:
+        raise OffloadError(
+            f"a loss that was computed inside gather and not differentiated needs {', '.join(needed)};"
+            f" {GATHER_LOSS}, or detach() what is kept"
+        )

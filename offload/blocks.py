@@ -87,6 +87,9 @@ class Lease:
             self._copy.leases -= 1
             self._copy = None
 
+    def __del__(self) -> None:
+        self.close()  # one that an exception has lost between two hands
+
     def __enter__(self) -> Lease:
         return self
 

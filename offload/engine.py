@@ -19,23 +19,24 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 
+from .accel import Accelerator
 from .errors import OffloadError, TransferError
-from .gradients import PassingGradients, WaitingGradients
-from .homes import Source, bring_home, make_states, make_weights
+from .gradients import PassingGradients, WaitingGradients, explain_not_finite, square_sums
+from .homes import Source, Tiers, bring_home, make_gradients, make_states, make_weights
 from .ledger import Ledger
-from .optim import Adam, Segment, kernels
+from .optim import Adam, DeviceAdam, Segment
 from .partition import Partition, StoredParam
 from .pipeline import OptimizerPipeline, UnitUpdate, state_planes
 from .plan import Chunk, MemoryPlan
 from .schedule import Phase
 from .store import SwapStore
-from .tiers.host import HostTier
 from .weights import Hold, StreamedWeights
 
 logger = logging.getLogger("offload")
@@ -59,6 +60,7 @@ class OffloadEngine:
         store: SwapStore | None,
         ledger: Ledger,
         source: Source,
+        accelerator: Accelerator | None = None,
     ) -> None:
         """Brings all parameters home, unit by unit.
 
@@ -67,13 +69,13 @@ class OffloadEngine:
             clip_norm: gradients are clipped to this global norm before the update; 0 is off.
             store: where planes homed on nvme go; the engine owns it from now on.
             source: initial values of a parameter; asked once for each, and may free them afterwards.
+            accelerator: what computes, where that is not the CPU; the engine owns it from now on.
         """
         self.plan, self.ledger = plan, ledger
         self.partition, self.groups, self.clip_norm = partition, groups, clip_norm
         self.grad_norm: float | None = None
         """Global norm of the gradients of the last step, before clipping."""
         self._store = store
-        self._host = HostTier()
         self._failure: BaseException | None = None
         self._closed = False
         self._on_close: list[Callable[[], None]] = []
@@ -86,24 +88,17 @@ class OffloadEngine:
         self._used_twice: set[int] = set()
         self._versions = [0] * len(partition.units)
         self._first_forward: float | None = None
-        self._squares: list[float] = []
+        self._squares: dict[int, list[float]] = {}  # of units updated in this backward
 
-        self._optimizer = Adam(weight_format=plan.placement.precision, adamw_mode=adamw_mode)
-        self.weights = make_weights(partition, plan, self._host, store, ledger, self._reclaim)
-        self._states = make_states(plan, self._host, store)
+        self.accelerator = accelerator
+        kind = DeviceAdam if plan.updates_on_device else Adam
+        self._optimizer = kind(weight_format=plan.placement.precision, adamw_mode=adamw_mode)
+        self._tiers = tiers = Tiers.open(accelerator, ledger)
+        self.weights = make_weights(partition, plan, tiers, store, ledger, self._reclaim)
+        self._states = make_states(plan, tiers, store)
         self.pipeline = OptimizerPipeline(self._optimizer, plan, self._states, self.weights, ledger)
-        itemsize = plan.placement.grad_itemsize
-        self._waiting: WaitingGradients | None = None
-        self._passing: PassingGradients | None = None
-        if plan.placement.update == "step":
-            self._waiting = WaitingGradients(partition, itemsize, self._host)
-            scratch = [plane.view(torch.uint8) for plane in self._waiting.planes]
-        else:
-            self._passing = PassingGradients(
-                partition, itemsize, plan.grad_slots, self._host, self._wait_for_gradient_slot
-            )
-            scratch = [self._passing.scratch()] * len(partition.units)
-        bring_home(partition, plan, self.weights, self._states, store, scratch, source)
+        self._gradients = make_gradients(partition, plan, tiers, ledger, self._wait_for_gradient_slot)
+        bring_home(partition, plan, self.weights, self._states, self._gradients, store, source)
         ledger.start_steps()
         if store is not None:
             store.start_steps()
@@ -117,7 +112,7 @@ class OffloadEngine:
                 self._first_forward = time.perf_counter()
             self._end_backward_if_open()
             self.weights.enter(Phase.FORWARD, training=training)
-            if training and self._waiting is not None:
+            if training and isinstance(self._gradients, WaitingGradients):
                 for unit in range(len(self.partition.units)):
                     self.pipeline.announce(unit)
             self.poll()
@@ -125,7 +120,7 @@ class OffloadEngine:
     def lease(self, unit: int) -> Hold:
         """Makes a unit's weights present until the hold is closed. Waits only if they are not there."""
         with self._guard():
-            hold = self.weights.lease(unit)
+            hold = self._checked(self.weights.lease(unit))
             self.poll()
             return hold
 
@@ -133,6 +128,7 @@ class OffloadEngine:
         """Makes a unit's weights present, without keeping them."""
         with self._guard():
             self.weights.use(unit)
+            self.partition.refuse_misuse()
 
     @property
     def is_open(self) -> bool:
@@ -154,7 +150,7 @@ class OffloadEngine:
         with self._guard():
             self._in_backward = True
             self.weights.enter(Phase.BACKWARD)
-            if self._passing is not None:
+            if isinstance(self._gradients, PassingGradients):
                 for unit in self._backward_order():
                     if unit not in self._updated:
                         self.pipeline.announce(unit)
@@ -172,13 +168,24 @@ class OffloadEngine:
             self._holds[unit] = hold
             self.poll()
 
+    @property
+    def hides_gradients(self) -> bool:
+        """Whether :meth:`before_accumulation` must be called: `p.grad` is not where it seems to be."""
+        return isinstance(self._gradients, WaitingGradients) and self._gradients.is_offloaded
+
+    def before_accumulation(self, stored: StoredParam) -> None:
+        """Autograd is about to add a gradient to ``stored.param.grad``."""
+        if isinstance(self._gradients, WaitingGradients):
+            self._gradients.before_accumulation(stored)
+
     def gradient_ready(self, stored: StoredParam) -> None:
         """Autograd has finished ``stored.param.grad``."""
         with self._guard():
-            if self._waiting is not None:
-                self._waiting.take(stored)
-            elif self._passing is not None:
-                self._take_passing(stored, self._passing)
+            if isinstance(self._gradients, WaitingGradients):
+                self._gradients.take(stored)
+            else:
+                with self._updating():
+                    self._take_passing(stored, self._gradients)
             self.poll()
 
     def end_backward(self) -> None:
@@ -189,7 +196,9 @@ class OffloadEngine:
 
     def poll(self) -> None:
         """Moves on what can move without waiting."""
-        self.pipeline.run()
+        with self._updating():
+            self._gradients.poll()
+            self.pipeline.run()
         self.weights.poll()
 
     def _take_passing(self, stored: StoredParam, passing: PassingGradients) -> None:
@@ -205,16 +214,22 @@ class OffloadEngine:
 
     def _update_passing(self, unit: int, passing: PassingGradients) -> None:
         plane, params = passing.plane(unit), passing.present(unit)
-        squares = _square_sums(plane, params, whole=passing.is_complete(unit))
-        if not math.isfinite(math.fsum(squares)):
-            raise OffloadError(
-                f"a gradient of {self.plan.inventory.units[unit].name} is not finite; with update 'backward'"
-                " other units have been updated already: this step cannot be skipped;"
-                " restart from the last checkpoint, with offload_optimizer.update 'step'"
-            )
-        self._squares.extend(squares)
+        whole = passing.is_complete(unit)
+
+        def check() -> None:
+            squares = square_sums(plane, params, whole=whole)
+            if not math.isfinite(math.fsum(squares)):
+                raise OffloadError(
+                    f"{self._explain_not_finite((stored, stored.view_elements(plane)) for stored in params)};"
+                    " with update 'backward' other units have been updated already: this step cannot be"
+                    " skipped; restart from the last checkpoint, with offload_optimizer.update 'step'"
+                )
+            self._squares[unit] = squares
+
         self._updated.add(unit)
-        self.pipeline.enqueue(self._unit_update(unit, plane, params, 1.0, passing.release), in_backward=True)
+        update = self._unit_update(unit, plane, params, 1.0, passing.release)
+        update.arrived, update.on_begin = passing.arrived(unit), check
+        self.pipeline.enqueue(update, in_backward=True)
         hold = self._holds.pop(unit, None)
         if hold is not None:
             hold.close()
@@ -225,10 +240,11 @@ class OffloadEngine:
         self._in_backward = False
         while self._holds:
             self._release_oldest_hold()
-        if self._passing is not None:
-            for unit in sorted(self._passing.units, reverse=True):
+        if isinstance(self._gradients, PassingGradients):
+            for unit in sorted(self._gradients.units, reverse=True):
                 if unit not in self._updated:
-                    self._update_passing(unit, self._passing)
+                    with self._updating():
+                        self._update_passing(unit, self._gradients)
         self._used_twice.clear()
 
     def _backward_order(self) -> Sequence[int]:
@@ -242,74 +258,67 @@ class OffloadEngine:
         """Applies the gradients. False where a gradient was not finite and the whole step was refused."""
         with self._guard():
             self._end_backward_if_open()
-            applied = self._step_in_backward() if self._passing is not None else self._step_now()
+            if isinstance(self._gradients, PassingGradients):
+                applied = self._step_in_backward(self._gradients)
+            else:
+                applied = self._step_now(self._gradients)
             if applied:
                 self.ledger.steps += 1
             if self._first_forward is not None:
                 self.ledger.step_seconds = time.perf_counter() - self._first_forward
             return applied
 
-    def _step_in_backward(self) -> bool:
-        if self._passing is None:
-            raise AssertionError("no gradient slots")
-        self.pipeline.drain()
+    def _step_in_backward(self, passing: PassingGradients) -> bool:
+        with self._updating():
+            self.pipeline.drain()
         self.pipeline.cancel_announced()
         applied = bool(self._updated)
-        self.grad_norm = math.sqrt(math.fsum(self._squares))
+        self.grad_norm = math.sqrt(math.fsum(chain.from_iterable(self._squares.values())))
         self._squares.clear()
         self._updated.clear()
-        self._passing.clear_absent(self.partition.trainable)
+        passing.clear_absent()
         return applied
 
-    def _step_now(self) -> bool:
-        if self._waiting is None:
-            raise AssertionError("no gradient planes")
-        present = [self._waiting.present(unit) for unit in range(len(self.partition.units))]
-        norm = self._norm(present)
-        self.grad_norm = norm
+    def _step_now(self, waiting: WaitingGradients) -> bool:
+        present = waiting.all_present()
+        self.grad_norm = norm = waiting.norm(present)
         if not math.isfinite(norm):
             self.ledger.skipped_steps += 1
+            planes = zip(present, waiting.planes, strict=True)
+            grads = ((stored, stored.view_elements(plane)) for params, plane in planes for stored in params)
             logger.warning(
-                "step refused: a gradient is not finite; no weight, moment or step count has changed"
-                " (%d refused so far)",
+                "step refused: %s; no weight, moment or step count has changed (%d refused so far)",
+                self._explain_not_finite(grads),
                 self.ledger.skipped_steps,
             )
             return False
         scale = min(1.0, self.clip_norm / (norm + 1e-6)) if self.clip_norm else 1.0
         self.weights.enter(Phase.UPDATE)
-        for unit, params in enumerate(present):
-            update = self._unit_update(unit, self._waiting.planes[unit], params, scale, lambda unit: None)
-            self.pipeline.enqueue(update)
-        self.pipeline.drain()
+        with self._updating():
+            for unit, params in enumerate(present):
+                update = self._unit_update(unit, waiting.planes[unit], params, scale, lambda unit: None)
+                self.pipeline.enqueue(update)
+            self.pipeline.drain()
         self.pipeline.cancel_announced()
         return any(present)
 
+    def _explain_not_finite(self, grads: Iterable[tuple[StoredParam, torch.Tensor]]) -> str:
+        return explain_not_finite(grads, may_be_absent=self.weights.streamed)
+
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scales all gradients so that their global norm is at most ``max_norm``; returns the norm before."""
-        if self._waiting is None:
+        if isinstance(self._gradients, PassingGradients):
             raise OffloadError(
                 "gradients do not wait for step() with update 'backward': they cannot be clipped by their"
                 " global norm; set offload_optimizer.update to 'step'"
             )
-        present = [self._waiting.present(unit) for unit in range(len(self.partition.units))]
-        norm = self._norm(present)
+        present = self._gradients.all_present()
+        norm = self._gradients.norm(present)
         if math.isfinite(norm) and norm > max_norm:
             for params in present:
                 for stored in params:
-                    if stored.param.grad is not None:
-                        stored.param.grad.mul_(max_norm / (norm + 1e-6))
+                    self._gradients.scale(stored, max_norm / (norm + 1e-6))
         return norm
-
-    def _norm(self, present: Sequence[list[StoredParam]]) -> float:
-        """Global norm of the gradients that are there: one order of additions, whatever the tiers."""
-        if self._waiting is None:
-            raise AssertionError("no gradient planes")
-        squares: list[float] = []
-        for unit, params in enumerate(present):
-            trained = sum(stored.trainable for stored in self.partition.units[unit])
-            squares.extend(_square_sums(self._waiting.planes[unit], params, whole=len(params) == trained))
-        total = math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
-        return math.sqrt(total)
 
     def _unit_update(
         self,
@@ -343,8 +352,9 @@ class OffloadEngine:
 
     def _reclaim(self) -> bool:
         """A slot for weights is needed and all are held: let an update finish, or a hold for backward go."""
-        if self.pipeline.give_way():
-            return True
+        with self._updating():
+            if self.pipeline.give_way():
+                return True
         if self._holds:
             self._release_oldest_hold()
             return True
@@ -353,14 +363,12 @@ class OffloadEngine:
     def _release_oldest_hold(self) -> None:
         self._holds.pop(next(iter(self._holds))).close()
 
-    def _wait_for_gradient_slot(self) -> None:
-        if self._passing is None:
-            raise AssertionError("no gradient slots")
+    def _wait_for_gradient_slot(self, taken_by: list[int]) -> None:
         if self.pipeline.pending:
             self.pipeline.wait_once()
             self.pipeline.run()
             return
-        waiting = [unit for unit in self._passing.units if unit not in self._updated]
+        waiting = [unit for unit in taken_by if unit not in self._updated]
         raise OffloadError(
             f"all {self.plan.grad_slots} gradient slots wait for units that are not complete ({waiting}):"
             " units are shared or used several times; set offload_optimizer.update to 'step'"
@@ -370,8 +378,9 @@ class OffloadEngine:
     def _guard(self) -> Iterator[None]:
         """After a failed transfer the state on disk is not that of any step: nothing goes on."""
         if self._failure is not None:
+            reason = str(self._failure) or type(self._failure).__name__
             raise OffloadError(
-                f"the engine stopped in step {self.ledger.steps + 1}: {self._failure}"
+                f"the engine stopped in step {self.ledger.steps + 1}: {reason}"
             ) from self._failure
         if self._closed:
             raise OffloadError("the engine is closed")
@@ -381,22 +390,39 @@ class OffloadEngine:
             self._failure = error
             raise
 
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Whatever breaks an update off, Ctrl-C too, leaves the state of half a step: nothing goes on."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            raise
+
     # -- access between steps -----------------------------------------------------------------------------
 
     def settle_updates(self) -> None:
         """Waits until every update begun has been applied and stored."""
-        with self._guard():
+        with self._guard(), self._updating():
             self.pipeline.settle()
 
     def lease_unannounced(self, unit: int) -> Hold:
         """As :meth:`lease`, without the schedule learning from it."""
         with self._guard():
-            return self.weights.lease_unannounced(unit)
+            return self._checked(self.weights.lease_unannounced(unit))
 
-    def store_weight(self, unit: int, begin: int, end: int) -> None:
-        """Brings bytes [begin, end) of a unit's changed weight plane home."""
+    def _checked(self, hold: Hold) -> Hold:
+        try:
+            self.partition.refuse_misuse()
+        except OffloadError:
+            hold.close()
+            raise
+        return hold
+
+    def put_weight(self, unit: int, plane: torch.Tensor, begin: int, end: int) -> None:
+        """Brings bytes [begin, end) of a unit's weight plane, changed in host memory, home."""
         with self._guard():
-            self.weights.store(unit, begin, end).wait()
+            self.weights.put(unit, plane, begin, end)
 
     def read_chunk(self, chunk: Chunk) -> torch.Tensor:
         """The bytes of a chunk's state; where its home is host memory, the state itself."""
@@ -416,8 +442,8 @@ class OffloadEngine:
 
     def settle(self) -> None:
         """Waits until nothing is in flight: what is in memory and on disk is the state after the last step."""
+        self.settle_updates()
         with self._guard():
-            self.pipeline.settle()
             self.weights.settle()
 
     def report(self) -> Ledger:
@@ -444,8 +470,8 @@ class OffloadEngine:
             if self._store is not None:
                 self._store.update_seconds()
                 self._store.close()
-        if self._waiting is not None:
-            self._waiting.release()
+            self._tiers.close()
+        self._gradients.close()
         self._holds.clear()
         while self._on_close:
             self._on_close.pop()()
@@ -453,13 +479,3 @@ class OffloadEngine:
     def on_close(self, callback: Callable[[], None]) -> None:
         """Calls back once when the engine has been closed."""
         self._on_close.append(callback)
-
-
-def _square_sums(plane: torch.Tensor, params: list[StoredParam], *, whole: bool) -> list[float]:
-    """Block sums of squares of a unit's gradients; padding is zero and counts for nothing."""
-    if whole:
-        return kernels.block_square_sums(plane).tolist() if params else []
-    sums: list[float] = []
-    for stored in params:
-        sums.extend(kernels.block_square_sums(plane[stored.placed.begin : stored.placed.end]).tolist())
-    return sums

@@ -16,15 +16,18 @@ nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from .errors import ConfigError, OffloadError
 from .landing import Landing
-from .partition import Partition, StoredParam
+from .links import Ticket
+from .optim import kernels
+from .partition import GATHER_LOSS, Partition, StoredParam
 
 GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
 Allocate = Callable[[str, Sequence[int]], list[torch.Tensor]]
@@ -106,7 +109,7 @@ class WaitingGradients:
         self._partition, self._landing, self._device = partition, landing, device
         self.dtype = grad_dtype = GRAD_DTYPES[grad_itemsize]
         sizes = [unit.elements * grad_itemsize for unit in partition.inventory.units]
-        self.planes = [piece.view(grad_dtype) for piece in allocate("gradients", sizes)]
+        self.planes = [piece.view(grad_dtype).zero_() for piece in allocate("gradients", sizes)]
         self._shown: dict[StoredParam, torch.Tensor] = {}
         self._adding: set[StoredParam] = set()  # another gradient is to be added to what is there
         for stored in partition.trainable:
@@ -138,18 +141,38 @@ class WaitingGradients:
 
     def present(self, unit: int) -> list[StoredParam]:
         """The unit's parameters that have a gradient now; whatever the user has put there is in the plane."""
-        present = []
-        for stored in self._partition.units[unit]:
-            if stored.trainable and stored.param.grad is not None:
-                self.take(stored)
-                present.append(stored)
+        present = [stored for stored in self._partition.trained[unit] if stored.param.grad is not None]
+        for stored in present:
+            self.take(stored)
         return present
 
     def scale(self, stored: StoredParam, factor: float) -> None:
         """Multiplies what waits for the parameter."""
         stored.view_elements(self.planes[stored.unit]).mul_(factor)
 
-    def release(self) -> None:
+    def scratch(self, unit: int) -> torch.Tensor:
+        """Bytes for use before the first gradient, to be left zero."""
+        return self.planes[unit].view(torch.uint8)
+
+    def all_present(self) -> list[list[StoredParam]]:
+        """Of each unit, the parameters that have a gradient now."""
+        present = [self.present(unit) for unit in range(len(self.planes))]
+        self._landing.settle()
+        return present
+
+    def norm(self, present: Sequence[list[StoredParam]]) -> float:
+        """Global norm of the gradients that are there: one order of additions, whatever the tiers."""
+        squares: list[float] = []
+        for unit, params in enumerate(present):
+            whole = len(params) == len(self._partition.trained[unit])
+            squares.extend(square_sums(self.planes[unit], params, whole=whole))
+        return math.sqrt(math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan)
+
+    def poll(self) -> None:
+        """Moves on what can move without waiting."""
+        self._landing.poll()
+
+    def close(self) -> None:
         """Detaches the gradients from the planes, so that the memory can go."""
         for stored, shown in self._shown.items():
             if stored.param.grad is shown:
@@ -175,8 +198,6 @@ class WaitingGradients:
 class PassingGradients:
     """A few slots for gradients that are used as soon as their unit is complete."""
 
-    is_offloaded = False
-
     def __init__(
         self,
         partition: Partition,
@@ -184,7 +205,7 @@ class PassingGradients:
         slot_count: int,
         allocate: Allocate,
         landing: Landing,
-        wait_for_slot: Callable[[], None],
+        wait_for_slot: Callable[[list[int]], None],
     ) -> None:
         """
         Args:
@@ -201,8 +222,8 @@ class PassingGradients:
             stored: stored.absent.detach().as_subclass(AbsentGradient) for stored in partition.trainable
         }
 
-    def scratch(self) -> torch.Tensor:
-        """The bytes of a slot, for use before the first gradient."""
+    def scratch(self, unit: int) -> torch.Tensor:
+        """Bytes for use before the first gradient, to be left zero."""
         return self._free[-1].view(torch.uint8)
 
     @property
@@ -218,7 +239,7 @@ class PassingGradients:
         plane = self._planes.get(stored.unit)
         if plane is None:
             while not self._free:
-                self._wait_for_slot()
+                self._wait_for_slot(self.units)
             plane = self._free.pop()
             _zero_padding(plane, self._partition.units[stored.unit])
             self._planes[stored.unit] = plane
@@ -229,13 +250,9 @@ class PassingGradients:
             present.append(stored)
         stored.param.grad = None
 
-    def before_accumulation(self, stored: StoredParam) -> None:
-        return None
-
     def is_complete(self, unit: int) -> bool:
         """Whether every trained parameter of the unit has its gradient."""
-        trained = sum(stored.trainable for stored in self._partition.units[unit])
-        return len(self._present.get(unit, ())) == trained
+        return len(self._present.get(unit, ())) == len(self._partition.trained[unit])
 
     def present(self, unit: int) -> list[StoredParam]:
         """The unit's parameters that have a gradient, in the order of their planes."""
@@ -244,17 +261,54 @@ class PassingGradients:
     def plane(self, unit: int) -> torch.Tensor:
         return self._planes[unit]
 
+    def arrived(self, unit: int) -> Ticket:
+        """Done when all gradients that were taken for the unit are in its slot."""
+        return self._landing.arrived(unit)
+
     def release(self, unit: int) -> None:
         """Gives the unit's slot back and shows its gradients as absent."""
         for stored in self._present.pop(unit):
             stored.param.grad = self._absent[stored]
         self._free.append(self._planes.pop(unit))
 
-    def clear_absent(self, params: Iterable[StoredParam]) -> None:
+    def clear_absent(self) -> None:
         """Makes absent gradients None again: a new step begins."""
-        for stored in params:
+        for stored in self._partition.trainable:
             if isinstance(stored.param.grad, AbsentGradient):
                 stored.param.grad = None
+
+    def poll(self) -> None:
+        """Moves on what can move without waiting."""
+        self._landing.poll()
+
+    def close(self) -> None:
+        """Leaves no absent gradient behind."""
+        self.clear_absent()
+        self._planes.clear()
+        self._free.clear()
+
+
+def square_sums(plane: torch.Tensor, params: list[StoredParam], *, whole: bool) -> list[float]:
+    """Block sums of squares of a unit's gradients; padding is zero and counts for nothing."""
+    if whole:
+        return kernels.block_square_sums(plane).tolist() if params else []
+    sums: list[float] = []
+    for stored in params:
+        sums.extend(kernels.block_square_sums(plane[stored.placed.begin : stored.placed.end]).tolist())
+    return sums
+
+
+def explain_not_finite(grads: Iterable[tuple[StoredParam, torch.Tensor]], *, may_be_absent: bool) -> str:
+    """Which of the gradients are not finite, and what to do where an absent parameter may be the cause."""
+    bad = {stored.name: grad for stored, grad in grads if not bool(grad.isfinite().all())}
+    names = ", ".join(list(bad)[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+    text = f"the gradient of {names} is not finite"
+    if may_be_absent and any(bool(grad.isnan().all()) for grad in bad.values()):
+        text += (
+            " (a parameter used outside the model's forward may be absent, which reads as NaN:"
+            f" {GATHER_LOSS})"
+        )
+    return text
 
 
 def allow_grad_dtype(stored: StoredParam, dtype: torch.dtype) -> None:

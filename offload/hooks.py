@@ -93,6 +93,8 @@ class ModuleHooks:
         self._trainable = {param for param in engine.partition.of_param if param.requires_grad}
         for stored in engine.partition.trainable:
             self._handles.append(stored.param.register_post_accumulate_grad_hook(self._gradient_hook(stored)))
+            if engine.hides_gradients:
+                self._handles.append(stored.param.register_hook(self._accumulation_hook(stored)))
         if engine.weights.streamed:
             self._units_of = _units_of_modules(model, engine)
             for module in self._units_of:
@@ -250,7 +252,7 @@ class ModuleHooks:
                 " weight is used again after its gradient is complete"
             )
         engine.use(packed.unit)
-        plane = engine.weights.plane(packed.unit)
+        plane = engine.weights.seen(packed.unit)
         return plane.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
 
     # -- backward -----------------------------------------------------------------------------------------
@@ -265,6 +267,12 @@ class ModuleHooks:
             self._engine.gradient_ready(stored)
 
         return ready
+
+    def _accumulation_hook(self, stored: StoredParam) -> Callable[[torch.Tensor], None]:
+        def before(_grad: torch.Tensor) -> None:
+            self._engine.before_accumulation(stored)
+
+        return before
 
     def _open_backward(self) -> None:
         if self._engine.begin_backward():

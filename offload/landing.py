@@ -58,7 +58,9 @@ class _Crossing:
     ticket: Ticket
     to: torch.Tensor
     staging: torch.Tensor | None = None
-    """Where it arrives; None where that is ``to`` itself."""
+    """The buffer where it arrives; None where that is ``to`` itself."""
+    arrived: torch.Tensor | None = None
+    """Its part of the buffer."""
     add: bool = False
 
 
@@ -97,7 +99,8 @@ class CrossingLanding:
                     self._wait_for_oldest()
             staging = self._free.pop()
             to = plane[begin + first : begin + first + piece.numel()]
-            self._send(_Crossing(stored, DoneTicket(), to, staging, add), piece)
+            arrived = staging[: piece.nbytes].view(piece.dtype)
+            self._send(_Crossing(stored, DoneTicket(), to, staging, arrived, add), piece)
 
     def arrived(self, unit: int) -> Ticket:
         return _Arrival(self, unit)
@@ -118,9 +121,7 @@ class CrossingLanding:
             self._wait_for_oldest()
 
     def _send(self, crossing: _Crossing, piece: torch.Tensor) -> None:
-        to = crossing.to
-        if crossing.staging is not None:
-            to = crossing.staging[: piece.nbytes].view(piece.dtype)
+        to = crossing.to if crossing.arrived is None else crossing.arrived
         crossing.ticket = self._links.to_host(to, piece, "grad")
         self._crossing.append(crossing)
         self._of_unit[crossing.stored.unit] += 1
@@ -129,12 +130,11 @@ class CrossingLanding:
         crossing = self._crossing[0]
         crossing.ticket.wait()
         self._crossing.popleft()
-        if crossing.staging is not None:
-            arrived = crossing.staging.view(crossing.stored.dtype)[: crossing.to.numel()]
+        if crossing.staging is not None and crossing.arrived is not None:
             if crossing.add:
-                crossing.to.add_(arrived)
+                crossing.to.add_(crossing.arrived)
             else:
-                crossing.to.copy_(arrived)
+                crossing.to.copy_(crossing.arrived)
             self._free.append(crossing.staging)
         self._of_unit[crossing.stored.unit] -= 1
 

@@ -1,10 +1,11 @@
-"""Keeps the weight planes that are needed in slots of host memory; decides nothing, waits for little.
+"""Keeps the weight planes that are needed in slots; decides nothing, waits for little.
 
 Note [Who still looks]
-A slot may be reused only when nobody looks at its bytes: no lease is open, and no tensor outside the
-parameters shares its storage. The second is asked of torch itself (the use count of the storage), which
-covers what no hook can see: views that a checkpointed block has saved for its backward, an output that
-is a parameter, a tensor that user code holds on to.
+A slot may be reused only when nobody looks at its bytes: no lease is open, no tensor outside the
+parameters shares its storage, and no graph has saved a parameter itself (Note [Saved parameters]). The last
+two are asked of torch (the use counts of the storage and of the parameters), which covers what no hook can
+see: views that a checkpointed block has saved for its backward, an output that is a parameter, a tensor that
+user code holds on to, a penalty over weights.
 
 Note [Two halves]
 Where compute has memory of its own, a slot has a device half besides its host half, and parameters point at
@@ -20,10 +21,11 @@ from collections.abc import Callable
 import torch
 
 from .blocks import BlockState, Copy, Lease, Residency
-from .errors import OffloadError
+from .errors import OffloadError, TransferError
 from .ledger import Ledger
 from .lift import Lifts
 from .links import AHEAD, NEEDED_NOW, Ticket, wait_for_end
+from .partition import GATHER_LOSS
 from .schedule import Phase, PrefetchScheduler
 
 Read = Callable[[int, int, int], Ticket]
@@ -33,23 +35,29 @@ Read = Callable[[int, int, int], Ticket]
 class Slot:
     """Memory for one weight plane that compute reads: uint8, with a storage of its own."""
 
-    __slots__ = ("_count_attached", "_count_bare", "is_attached", "tensor")
+    __slots__ = ("_expected", "is_attached", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.is_attached = False
         """Whether the parameters of a unit are views of it."""
-        self._count_attached = self._count_bare = self._count()
+        self._expected = self._count()
 
-    def attached(self) -> None:
-        """Remembers how many tensors share the storage now that the parameters do."""
-        self.is_attached = True
-        self._count_attached = self._count()
+    def emptied(self) -> None:
+        """Nobody looks at it, no parameter either."""
+        self.is_attached = False
+        self._expected = self._count()
+
+    def repoint(self, point: Callable[[], None]) -> None:
+        """Points parameters at the slot, or away from it, while others may be looking."""
+        before = self._count()
+        point()
+        self._expected += self._count() - before
 
     @property
     def is_looked_at(self) -> bool:
         """Whether a tensor besides the parameters shares the storage. See Note [Who still looks]."""
-        return self._count() > (self._count_attached if self.is_attached else self._count_bare)
+        return self._count() > self._expected
 
     def _count(self) -> int:
         count: int = torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
@@ -67,6 +75,7 @@ class Mover:
         read: Read,
         attach: Callable[[int, torch.Tensor], None],
         detach: Callable[[int], None],
+        is_saved: Callable[[int], bool],
         reclaim: Callable[[], bool],
         scheduler: PrefetchScheduler,
         ledger: Ledger,
@@ -78,13 +87,15 @@ class Mover:
             read: starts a read of a unit's plane.
             attach: points a unit's parameters at a slot.
             detach: makes a unit's parameters absent.
+            is_saved: whether a graph holds parameters of a unit.
             reclaim: asked when every slot is held: gives one hold up, or says that there is none.
             lifts: brings host halves to the device. See Note [Two halves].
         """
         self.residency = Residency(unit_count, len(slots))
         self.slots = [Slot(tensor) for tensor in slots]
         self.scheduler = scheduler
-        self._read, self._attach, self._detach, self._reclaim = read, attach, detach, reclaim
+        self._read, self._attach, self._detach = read, attach, detach
+        self._is_saved, self._reclaim = is_saved, reclaim
         self._ledger, self._lifts = ledger, lifts
         self._wanted: list[int] = []  # units to lift, in the order of their use
         self._tickets: dict[int, Ticket] = {}
@@ -198,6 +209,14 @@ class Mover:
             self._lifts.start(copy.slot, copy.block)
             self._wanted.pop(0)
 
+    def refresh(self, unit: int) -> None:
+        """Points the unit's parameters at what is true now: their slot, or nothing."""
+        if self.is_shown(unit):
+            slot = self.slots[self.slot_of(unit)]
+            slot.repoint(lambda: self._attach(unit, slot.tensor))
+        else:
+            self._detach(unit)
+
     def fetch_ahead(self) -> None:
         """Starts the fetches that the scheduler names; those for which no slot is free yet come later."""
         moves = self.scheduler.next_moves(evictable=self._droppable(), free_slots=self.residency.free_slots)
@@ -222,7 +241,11 @@ class Mover:
 
     def _droppable(self) -> set[int]:
         """Units whose slot may be taken. See Note [Who still looks]."""
-        return {copy.block for copy in self.residency.droppable() if not self._slot(copy).is_looked_at}
+        return {
+            copy.block
+            for copy in self.residency.droppable()
+            if not self._slot(copy).is_looked_at and not self._is_saved(copy.block)
+        }
 
     def _fetch_now(self, unit: int) -> None:
         """Fetches a unit that is needed at once: as was decided where it was foreseen, else in any slot."""
@@ -241,6 +264,7 @@ class Mover:
         try:
             if copy.slot is None:
                 raise AssertionError(f"unit {unit} has no slot")
+            self.slots[copy.slot].emptied()
             if self._lifts is not None:
                 self._lifts.settle(copy.slot)
                 self._lifts.spoil(copy.slot)
@@ -250,16 +274,18 @@ class Mover:
             raise
 
     def _finish(self, unit: int) -> None:
-        ticket = self._tickets.pop(unit)
+        ticket = self._tickets[unit]
         try:
             if ticket.done():
                 ticket.wait()
             else:
                 with self._ledger.stall("weights"):
                     ticket.wait()
-        except BaseException:
+        except TransferError:
+            del self._tickets[unit]
             self.residency.drop(unit)
             raise
+        del self._tickets[unit]  # only now: an interrupted wait leaves all as it is, the bytes on their way
         self.residency.finish(unit)
         if self._lifts is None:
             self._show(unit)
@@ -270,18 +296,15 @@ class Mover:
         slot = self._slot(copy)
         if self._lifts is not None and copy.slot is not None:
             self._lifts.show(copy.slot, unit)
-        if slot.is_attached:
-            return
-        try:
-            self._attach(unit, slot.tensor)
-        finally:  # it complains of what user code has written, after it has attached
-            slot.attached()
+        if not slot.is_attached:
+            slot.repoint(lambda: self._attach(unit, slot.tensor))
+            slot.is_attached = True
 
     def _hide(self, unit: int) -> None:
         """Makes the unit's parameters absent."""
         slot = self._slot(self.residency.copies[unit])
         if slot.is_attached:
-            self._detach(unit)
+            slot.repoint(lambda: self._detach(unit))
             slot.is_attached = False
 
     def _drop(self, unit: int) -> None:
@@ -307,9 +330,9 @@ class Mover:
             else:
                 held = ", ".join(str(copy.block) for copy in self.residency.copies if copy.slot is not None)
                 raise OffloadError(
-                    f"all {len(self.slots)} weight slots are in use (units {held}): a module needs more units at"
-                    " once, or tensors that are views of weights are being kept; raise memory.host_bytes, or"
-                    " clone() what is kept"
+                    f"all {len(self.slots)} weight slots are in use (units {held}): tensors that are views of"
+                    " weights are kept (clone() them), or more weights are used at once than fit, outside the"
+                    f" model's forward ({GATHER_LOSS}) or in one module (set offload_param.device to 'cpu')"
                 )
 
     def _slot(self, copy: Copy) -> Slot:

@@ -6,6 +6,13 @@ weight plane. While it is absent, it is one NaN expanded to the true shape: shap
 stay true, reading gives NaN (for integers the smallest value), never something plausible, and most writes in
 place raise. Those that torch lets through (fill_, zero_), writes to a present parameter, which would be gone
 with its slot, and a ``p.data`` that somebody else has assigned are found when the unit comes or goes next.
+
+Note [Saved parameters]
+For an operation outside the model's forward (a penalty over ``block.weight``) autograd saves the parameter
+itself, not its value: backward would read whatever ``p.data`` is by then. The use count of the parameter
+tells: its Python object has one reference, autograd's accumulator of its gradient another, and every more is
+a node that has saved it. While there is one, the unit keeps its slot. A parameter that is saved when its unit
+comes was absent when it was computed with: the result is NaN, and that is said.
 """
 
 from __future__ import annotations
@@ -21,6 +28,9 @@ from torch import nn
 from .errors import ConfigError, OffloadError
 from .inventory import Inventory, ParamInfo, PlacedParam, build_inventory
 from .optim import kernels
+
+GATHER_LOSS = "compute such a loss, and call its backward, inside `with offload.gather(parameters)`"
+"""What to do about a loss over parameters that are absent."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -70,6 +80,17 @@ class StoredParam:
         self.param.data = data
         self.given = (self.param.data_ptr(), self.param._version)
         return is_written
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether reading the parameter gives the marker instead of its value."""
+        return bool(self.absent.numel()) and self.param.data_ptr() == self.absent.data_ptr()
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a graph that has not been differentiated holds it. See Note [Saved parameters]."""
+        count: int = self.param._use_count()  # type: ignore[attr-defined]
+        return count > (2 if self.param.requires_grad else 1)
 
     @property
     def is_replaced(self) -> bool:
@@ -137,8 +158,11 @@ class Partition:
             infos, weight_itemsize=self.dtype.itemsize, activation_bytes=activation_bytes
         )
         self.units: list[list[StoredParam]] = []
+        self.trained: list[list[StoredParam]] = []
+        """Of each unit, the parameters that are trained, in the order of their planes."""
         self._markers: list[torch.Tensor] = []  # of each unit: one element per parameter
         self._lost: list[str] = []  # parameters that user code has written to, in vain
+        self._used_absent: list[str] = []  # parameters that user code has computed with while absent
         for unit, layout in enumerate(self.inventory.units):
             stored = []
             markers = torch.full((len(layout.params),), math.nan, dtype=self.dtype)
@@ -159,36 +183,44 @@ class Partition:
                     )
                 )
             self.units.append(stored)
+            self.trained.append([param for param in stored if param.trainable])
         self.of_param = {stored.param: stored for unit_params in self.units for stored in unit_params}
 
     @property
     def trainable(self) -> list[StoredParam]:
         """All trained parameters, unit by unit, in the order of their planes."""
-        return [stored for unit in self.units for stored in unit if stored.trainable]
+        return [stored for unit in self.trained for stored in unit]
 
     def attach(self, unit: int, plane: torch.Tensor) -> None:
-        """Points the unit's parameters at their bytes in ``plane`` (uint8).
-
-        Raises:
-            OffloadError: afterwards, where something was written to parameters that is lost now.
-        """
+        """Points the unit's parameters at their bytes in ``plane`` (uint8)."""
         self._note_marked(unit)
+        self._used_absent += [
+            stored.name for stored in self.units[unit] if stored.is_saved and stored.is_absent
+        ]
         self._lost += [stored.name for stored in self.units[unit] if stored.point(stored.view(plane))]
+
+    def refuse_misuse(self) -> None:
+        """Raises OffloadError, once, for what user code has done to parameters that were not there."""
         if self._lost:
             names, self._lost = ", ".join(dict.fromkeys(self._lost)), []
             raise OffloadError(
                 f"{names} was written to while absent, or in a slot that it has left, and the write is lost;"
                 " write inside `with offload.gather(parameters, modify=True)`"
             )
+        if self._used_absent:
+            names, self._used_absent = ", ".join(dict.fromkeys(self._used_absent)), []
+            raise OffloadError(
+                f"{names} was computed with outside the model's forward while absent, which gives NaN;"
+                f" {GATHER_LOSS}"
+            )
 
     def detach(self, unit: int) -> None:
         """Makes the unit's parameters absent. See Note [Absent parameters]."""
         self._lost += [stored.name for stored in self.units[unit] if stored.point(stored.absent)]
 
-    def is_absent(self, param: nn.Parameter) -> bool:
-        """Whether reading this parameter gives the marker instead of its value."""
-        stored = self.of_param.get(param)
-        return stored is not None and bool(param.numel()) and param.data_ptr() == stored.absent.data_ptr()
+    def is_saved(self, unit: int) -> bool:
+        """Whether the unit must stay where it is. See Note [Saved parameters]."""
+        return any(stored.gathered is None and stored.is_saved for stored in self.units[unit])
 
     def _note_marked(self, unit: int) -> None:
         """Remembers what user code has written over the one element of an absent parameter."""

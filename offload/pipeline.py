@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -40,8 +40,8 @@ class StateHome(Protocol):
         """The chunk's bytes, outside the ring: changes become true with :meth:`store`."""
 
 
-class HostStates:
-    """State planes that stay in host memory."""
+class ResidentStates:
+    """State planes that stay where they are updated: in host memory, or on the device."""
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self.buffers = buffers
@@ -117,6 +117,10 @@ class UnitUpdate:
     grad_scale: float
     on_updated: Callable[[int], None]
     """Called once, when the gradient is not needed any more."""
+    arrived: Ticket = field(default_factory=DoneTicket)
+    """Done when the gradient is there."""
+    on_begin: Callable[[], None] | None = None
+    """Called once, when the gradient is there and before anything changes; may refuse the update."""
     chunks_left: int = 0
     begun: bool = False
 
@@ -232,6 +236,11 @@ class OptimizerPipeline:
             with self._ledger.stall("state"):
                 job.loading.wait()
             return True
+        late = next((job.update for job in self._jobs if job.update is not None and not _has_gradient(job)), None)
+        if late is not None:
+            with self._ledger.stall("gradients"):
+                late.arrived.wait()
+            return True
         if self._writing:
             self._wait_for_write()
             return True
@@ -308,11 +317,14 @@ class OptimizerPipeline:
         return True
 
     def _next_update(self) -> _Job | None:
-        ready = (job for job in self._jobs if job.loading is not None and self._may_update(job))
-        return next(ready, None)
+        """The first chunk that is being read and whose gradient is there."""
+        for job in self._jobs:
+            if job.loading is not None and self._may_update(job) and _has_gradient(job):
+                return job
+        return None
 
     def _may_update(self, job: _Job) -> bool:
-        """Whether the gradient is there, and no weights are being fetched that the update had to wait for.
+        """Whether the gradient is complete, and no weights are being fetched that the update had to wait for.
 
         While one unit's weights are being fetched, only updates that have theirs go on: they give slots back.
         """
@@ -324,6 +336,9 @@ class OptimizerPipeline:
         update, chunk, buffer = job.update, job.chunk, job.buffer
         if update is None or buffer is None:
             raise AssertionError(f"chunk {chunk.index} is not ready")
+        if update.on_begin is not None:
+            check, update.on_begin = update.on_begin, None
+            check()
         self._begin(update, in_backward=False)
         itemsize = self._plan.inventory.weight_itemsize
         begin, end = chunk.begin * itemsize, chunk.end * itemsize
@@ -350,10 +365,10 @@ class OptimizerPipeline:
                 self._beginning.discard(update)
 
     def _cancel(self, job: _Job) -> None:
-        self._jobs.remove(job)
         if job.loading is not None and job.buffer is not None:
-            job.loading.wait()
+            job.loading.wait()  # first: where it is interrupted, the job is as it was
             self._states.release(job.buffer)
+        self._jobs.remove(job)
 
     def _recycle(self) -> bool:
         """Takes the buffer of a chunk that was read ahead and has no gradient yet."""
@@ -364,6 +379,11 @@ class OptimizerPipeline:
                 job.buffer = job.loading = None
                 return True
         return False
+
+
+def _has_gradient(job: _Job) -> bool:
+    """Whether the chunk's gradient is complete and in its plane."""
+    return job.update is not None and job.update.arrived.done()
 
 
 def state_planes(optimizer: ShardOptimizer, chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:

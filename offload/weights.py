@@ -79,6 +79,16 @@ class ResidentWeights:
         if plane is not self._planes[unit]:
             self._planes[unit][begin:end].copy_(plane[begin:end])
 
+    def buffer(self, unit: int) -> torch.Tensor:
+        """Host memory of the size of the unit's plane, for its first value; :meth:`bring` takes it home."""
+        plane = self._planes[unit]
+        return plane if plane.device.type == "cpu" else torch.empty(plane.numel(), dtype=torch.uint8)
+
+    def bring(self, unit: int, plane: torch.Tensor) -> Ticket:
+        """Brings the first value of the unit's plane home."""
+        self.put(unit, plane, 0, plane.numel())
+        return DoneTicket()
+
     def refresh(self, unit: int) -> None:
         """Points the unit's parameters at their plane."""
         self._partition.attach(unit, self._planes[unit])
@@ -118,6 +128,12 @@ class HostBytes(Protocol):
     def store(self, unit: int, slot: int, begin: int, end: int) -> Ticket:
         """Brings the changed bytes [begin, end) of :meth:`of` home."""
 
+    def buffer(self, unit: int) -> torch.Tensor:
+        """Memory for the first value of the unit's plane."""
+
+    def bring(self, unit: int, plane: torch.Tensor) -> Ticket:
+        """Brings the first value home."""
+
     is_home: bool
     """Whether every unit's bytes are always there."""
 
@@ -139,6 +155,12 @@ class HostPlanes:
     def store(self, unit: int, slot: int, begin: int, end: int) -> Ticket:
         return DoneTicket()
 
+    def buffer(self, unit: int) -> torch.Tensor:
+        return self.planes[unit]
+
+    def bring(self, unit: int, plane: torch.Tensor) -> Ticket:
+        return DoneTicket()
+
 
 class HostSlots:
     """Slots in host memory for planes whose home is the swap store."""
@@ -158,6 +180,12 @@ class HostSlots:
     def store(self, unit: int, slot: int, begin: int, end: int) -> Ticket:
         return self._store.write_weight(unit, self.slots[slot], begin, end)
 
+    def buffer(self, unit: int) -> torch.Tensor:
+        return self.of(unit, 0)
+
+    def bring(self, unit: int, plane: torch.Tensor) -> Ticket:
+        return self._store.write_weight(unit, plane, 0, plane.numel())
+
 
 class StreamedWeights:
     """Planes are at home elsewhere; those in use lie in slots. See Note [Homes of weights]."""
@@ -168,7 +196,7 @@ class StreamedWeights:
         self,
         partition: Partition,
         plan: MemoryPlan,
-        host: HostPlanes | HostSlots,
+        host: HostBytes,
         ledger: Ledger,
         reclaim: Callable[[], bool],
         *,
@@ -189,6 +217,7 @@ class StreamedWeights:
             read=host.fetch,
             attach=partition.attach,
             detach=partition.detach,
+            is_saved=partition.is_saved,
             reclaim=reclaim,
             scheduler=plan.scheduler(),
             ledger=ledger,
@@ -219,7 +248,11 @@ class StreamedWeights:
         return self.mover.plane(unit)
 
     def plane(self, unit: int) -> torch.Tensor:
-        return self.seen(unit) if self._links is not None else self.host_plane(unit)
+        """The unit's plane, where the update changes it: nothing else reads or writes it now."""
+        if self._links is not None:
+            return self.seen(unit)
+        self.mover.settle_lift(unit)
+        return self.host_plane(unit)
 
     def host_plane(self, unit: int) -> torch.Tensor:
         """The unit's plane in host memory; the unit is leased, or its home is there."""
@@ -230,12 +263,15 @@ class StreamedWeights:
         self._store_home(unit, begin, end).wait()
         self.mover.spoil(unit)
 
+    def buffer(self, unit: int) -> torch.Tensor:
+        """Host memory for the first value of the unit's plane; :meth:`bring` takes it home."""
+        return self.host.buffer(unit)
+
+    def bring(self, unit: int, plane: torch.Tensor) -> Ticket:
+        return self.host.bring(unit, plane)
+
     def refresh(self, unit: int) -> None:
-        """Points the unit's parameters at what is true now: their slot, or nothing."""
-        if self.mover.is_shown(unit):
-            self._partition.attach(unit, self.mover.plane(unit))
-        else:
-            self._partition.detach(unit)
+        self.mover.refresh(unit)
 
     def begin_update(self, unit: int, *, in_backward: bool) -> None:
         """Makes the unit present where the update changes it, until :meth:`end_update`."""
@@ -247,8 +283,7 @@ class StreamedWeights:
         self._updating[unit] = lease
         if lease is not None:
             self.mover.residency.copies[unit].advance(BlockState.DIRTY)
-        if self._links is None:
-            self.mover.settle_lift(unit)
+        self.mover.settle_lift(unit)
 
     def store(self, unit: int, begin: int, end: int) -> Ticket:
         """Brings the bytes [begin, end) that the update has changed home."""

@@ -803,29 +803,76 @@ def test_s05_parameters_used_outside_their_module(home, prepare):
     compare(prepare, home, Elsewhere, same_step(lambda m: m(rows(4))))
 
 
-NOT_HELD = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="for an op outside the model's forward autograd keeps the parameter, not its value; once its"
-    " unit has left the slot the gradient is NaN: the step is refused with a warning that does not say why",
+@pytest.mark.parametrize(
+    ("home", "first"), [*((home, False) for home in ALL), *((home, True) for home in STEP)]
 )
-
-
-@pytest.mark.parametrize("home", ["none", pytest.param("nvme", marks=NOT_HELD)])
-def test_s05_a_penalty_outside_forward_over_attributes(home, prepare):
-    """Right, or an error that says what to do."""
+def test_s05_a_penalty_outside_forward_over_attributes(home, first, prepare):
+    """Autograd saves the parameters themselves: their units stay until backward."""
 
     def loss_of(model):
-        penalty = sum(block.weight.norm() for block in model.blocks) + model.bare.square().sum()
+        if first:  # the forward itself needs three units at once
+            return 1e-2 * model.blocks[2].weight.norm() + model(rows(4))
+        loss = model(rows(4))
+        return loss + 1e-2 * (model.blocks[0].weight.norm() + model.blocks[2].weight.square().sum())
+
+    _, optimizer, _ = compare(prepare, home, Elsewhere, same_step(loss_of))
+    engine = optimizer.engine
+    assert not any(engine.partition.is_saved(unit) for unit in range(len(engine.partition.units)))
+
+
+@pytest.mark.parametrize("home", ALL)
+def test_s05_a_penalty_over_more_than_fits(home, prepare):
+    """An error that says what to do, and afterwards the run goes on."""
+
+    def loss_of(model):
+        return model(rows(4)) + 1e-2 * sum(block.weight.norm() for block in model.blocks)
+
+    if home == "none":
+        compare(prepare, home, Elsewhere, same_step(loss_of))
+        return
+    model, optimizer = prepare(seeded(Elsewhere), home)
+    with pytest.raises(OffloadError, match=r"weight slots are in use .* inside `with offload.gather"):
+        loss_of(model)
+    plain = seeded(Elsewhere)
+    without = same_step(lambda m: m(rows(4)))
+    close(without(model, optimizer), without(plain, adamw(plain.parameters())))
+
+
+@pytest.mark.parametrize("home", ALL)
+def test_s05_a_penalty_over_parameters_inside_gather(home, prepare):
+    def loop(model, optimizer):
+        seen = []
+        for _ in range(3):
+            with offload.gather(model):
+                loss = model(rows(4)) + 1e-2 * sum(p.norm() for p in model.parameters())
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        return seen
+
+    compare(prepare, home, Elsewhere, loop)
+
+
+@pytest.mark.parametrize("home", ALL)
+def test_s05_a_penalty_differentiated_after_gather(home, prepare):
+    def loss_of(model):
+        with offload.gather(model):
+            penalty = sum(p.norm() for p in model.parameters())
         return model(rows(4)) + 1e-2 * penalty
 
-    try:
+    if home == "none":
         compare(prepare, home, Elsewhere, same_step(loss_of))
-    except OffloadError as error:
-        assert "gather" in str(error)
+        return
+    model, optimizer = prepare(seeded(Elsewhere), home)
+    with pytest.raises(
+        OffloadError, match=r"inside gather .*needs .*blocks.1.weight.* call its backward, inside"
+    ):
+        loss_of(model)
+    same_step(lambda m: m(rows(4)))(model, optimizer)
 
 
-@pytest.mark.parametrize("home", STEP)
+@pytest.mark.parametrize("home", ALL)
 def test_s05_a_penalty_outside_forward_over_parameters(home, prepare, caplog):
     """``model.parameters()`` gives absent ones, which are NaN: so is the loss, and nothing is updated."""
 
@@ -836,9 +883,42 @@ def test_s05_a_penalty_outside_forward_over_parameters(home, prepare, caplog):
         compare(prepare, home, Elsewhere, same_step(loss_of))
         return
     model, optimizer = prepare(seeded(Elsewhere), home)
-    assert math.isnan(same_step(loss_of, 1)(model, optimizer)[0])
-    assert "step refused" in caplog.text
+    text = r"the gradient of .*blocks.* is not finite .*inside `with offload.gather"
+    if home == "nvme":
+        assert math.isnan(same_step(loss_of, 1)(model, optimizer)[0])
+        assert re.search(text, caplog.text) and "step refused" in caplog.text
+    else:
+        with pytest.raises(OffloadError, match=text):
+            loss_of(model).backward()
+        with pytest.raises(OffloadError, match="the engine stopped in step 1"):
+            model.state_dict()
+        return
     close(dict(model.state_dict()), dict(seeded(Elsewhere).state_dict()), rtol=0, atol=0)
+
+
+def test_s05_a_penalty_computed_before_forward_over_absent_parameters(prepare):
+    model, optimizer = prepare(seeded(Elsewhere), "nvme")
+    same_step(lambda m: m(rows(4)), 1)(model, optimizer)
+    stored = optimizer.engine.partition.of_param
+    penalty = sum(p.norm() for p in model.parameters() if stored[p].is_absent)
+    assert penalty.isnan()
+    with pytest.raises(
+        OffloadError, match=r"was computed with outside .* while absent, which gives NaN; .*gather"
+    ):
+        model(rows(4))
+    del penalty
+    same_step(lambda m: m(rows(4)), 1)(model, optimizer)
+
+
+def test_s05_a_penalty_over_present_parameters(prepare):
+    """Whatever way a present parameter was come by, its unit stays until the penalty is differentiated."""
+
+    def loss_of(model):
+        loss = model(rows(4))
+        return loss + dict(model.named_parameters())["blocks.4.weight"].square().sum()
+
+    _, optimizer, _ = compare(prepare, "nvme", Elsewhere, same_step(loss_of))
+    assert optimizer.engine.plan.weight_slots < len(optimizer.engine.partition.units)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -85,7 +85,12 @@ class SimulatedRun:
         self.store = SwapStore(self.directory, self.queue, self.plan, self.ledger)
         unit_count = len(inventory.units)
         self.attached: dict[int, int] = {}
-        partition = SimpleNamespace(units=[()] * unit_count, attach=self._attach, detach=self._detach)
+        partition = SimpleNamespace(
+            units=[()] * unit_count,
+            attach=self._attach,
+            detach=self._detach,
+            is_saved=lambda unit: False,
+        )
         size = max(unit.weight_bytes for unit in inventory.units)
         tensors = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.plan.weight_slots)]
         self.weights = StreamedWeights(partition, self.plan, tensors, self.store, self.ledger, self._reclaim)
