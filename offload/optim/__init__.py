@@ -1,6 +1,7 @@
-"""CPU optimizers: the kernels, and the classes that the engine drives."""
+"""Optimizers: the CPU kernels, the same kernels for devices, and the classes that the engine drives."""
 
 from .adam import Adam, PlaneSpec, ShardOptimizer
+from .device import DeviceAdam
 from .kernels import Segment
 
-__all__ = ["Adam", "PlaneSpec", "Segment", "ShardOptimizer"]
+__all__ = ["Adam", "DeviceAdam", "PlaneSpec", "Segment", "ShardOptimizer"]

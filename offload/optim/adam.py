@@ -61,22 +61,19 @@ class ShardOptimizer(ABC):
         """One step, in place, on the elements that ``segments`` name; no other element changes."""
 
 
-class Adam(ShardOptimizer):
-    """Adam and AdamW with fp32 moments.
+class AdamPlanes(ShardOptimizer):
+    """The planes of Adam and AdamW with fp32 moments, wherever they are updated.
 
     With ``weight_format="bf16"`` the fp32 master is stored as the weight and a 16-bit residual: 10 bytes of
     state per parameter, and the model computes with the weight plane itself. With ``"fp32"`` the weight is
     the master: 8 bytes.
     """
 
-    def __init__(
-        self, *, weight_format: WeightFormat = "bf16", adamw_mode: bool = True, threads: int | None = None
-    ) -> None:
+    def __init__(self, *, weight_format: WeightFormat = "bf16", adamw_mode: bool = True) -> None:
         if weight_format not in ("bf16", "fp32"):
             raise ConfigError(f"weight_format must be 'bf16' or 'fp32', got {weight_format!r}")
         self.weight_dtype = torch.bfloat16 if weight_format == "bf16" else torch.float32
         self.adamw_mode = adamw_mode
-        self.threads = threads
 
     def state_specs(self, numel: int) -> tuple[PlaneSpec, ...]:
         moments = tuple(PlaneSpec(name, torch.float32, numel) for name in ("exp_avg", "exp_avg_sq"))
@@ -92,7 +89,24 @@ class Adam(ShardOptimizer):
         if self.weight_dtype == torch.float32:
             planes["weight"].copy_(master)
         else:
-            kernels.split_master(master, planes["weight"], planes["residual"], threads=self.threads)
+            self._split_master(master, planes["weight"], planes["residual"])
+
+    @abstractmethod
+    def _split_master(self, master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
+        """Write the fp32 ``master`` as its two planes."""
+
+
+class Adam(AdamPlanes):
+    """Adam and AdamW on the CPU: one fused pass of the C++ kernel."""
+
+    def __init__(
+        self, *, weight_format: WeightFormat = "bf16", adamw_mode: bool = True, threads: int | None = None
+    ) -> None:
+        super().__init__(weight_format=weight_format, adamw_mode=adamw_mode)
+        self.threads = threads
+
+    def _split_master(self, master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
+        kernels.split_master(master, weight, residual, threads=self.threads)
 
     def update(
         self,
