@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from . import construct, lifetime
+from .accel import open_accelerator
 from .access import gathered
 from .checkpoint import StateDictHooks
 from .config import OffloadConfig
@@ -71,16 +72,26 @@ def prepare(
         groups,
         {"lr": numbers.lr, "betas": numbers.betas, "eps": numbers.eps, "weight_decay": numbers.weight_decay},
     )
-    partition = Partition(
-        model, optimizer.param_groups, settings.precision, activation_bytes=activation_bytes
-    )
-    inventory = dataclasses.replace(partition.inventory, library_bytes=library_bytes)
-    plan = MemoryPlan.build(placement_of(settings), inventory)
     ledger = Ledger()
-    store = None
-    if path := nvme_path_of(settings):
-        store = SwapStore.open(path, plan, settings.aio, ledger)
-    try:
+    with ExitStack() as undo:
+        accelerator = open_accelerator(settings.accelerator)
+        device, free_bytes = torch.device("cpu"), None
+        if accelerator is not None:
+            undo.callback(accelerator.close)
+            device, free_bytes = accelerator.device, accelerator.memory()[0]
+        partition = Partition(
+            model,
+            optimizer.param_groups,
+            settings.precision,
+            activation_bytes=activation_bytes,
+            device=device,
+        )
+        inventory = dataclasses.replace(partition.inventory, library_bytes=library_bytes)
+        plan = MemoryPlan.build(placement_of(settings, device_free_bytes=free_bytes), inventory)
+        store = None
+        if path := nvme_path_of(settings):
+            store = SwapStore.open(path, plan, settings.aio, ledger)
+            undo.callback(store.close)
         engine = OffloadEngine(
             partition,
             plan,
@@ -89,18 +100,17 @@ def prepare(
             clip_norm=settings.gradient_clipping or 0.0,
             store=store,
             ledger=ledger,
-            source=lambda stored: construct.initial_value(stored.param),
+            source=lambda stored: construct.initial_value(stored.param).cpu(),
+            accelerator=accelerator,
         )
-    except BaseException:
-        if store is not None:
-            store.close()
-        raise
+        undo.pop_all()
+    _move_buffers(model, device)
     lifetime.register(engine)
     engine.on_close(functools.partial(lifetime.forget, engine))
     construct.forget_sources(model)
     engine.on_close(ModuleHooks(model, engine).remove)
     engine.on_close(StateDictHooks(model, engine).remove)
-    if settings.precision == "bf16" and not bf16_is_native():
+    if settings.precision == "bf16" and device.type == "cpu" and not bf16_is_native():
         engine.on_close(WideLinears(model).remove)
     optimizer.bind(engine)
     for note in settings.notes:
@@ -172,6 +182,14 @@ def gather(params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bo
         for engine, members in by_engine.items():
             stack.enter_context(gathered(engine, members, modify=modify))
         yield
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Brings every buffer to the device that computes; types stay as they are."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
 
 
 def open_engines() -> list[OffloadEngine]:

@@ -100,7 +100,10 @@ class Lease:
 
 
 class Residency:
-    """Which block has a copy in which slot. The only place that binds blocks to slots."""
+    """Which block has a copy in which slot. The only place that binds blocks to slots.
+
+    With as many slots as blocks each block has its own, and slots may be of the sizes of their blocks.
+    """
 
     def __init__(self, block_count: int, slot_count: int) -> None:
         self.copies = tuple(Copy(block) for block in range(block_count))
@@ -128,7 +131,8 @@ class Residency:
         """Gives the block a free slot to load into."""
         copy = self.copies[block]
         copy.advance(BlockState.LOADING)
-        copy.slot = self._free.pop()
+        copy.slot = block if self._slot_count == len(self.copies) else self._free[-1]
+        self._free.remove(copy.slot)
         return copy
 
     def finish(self, block: int) -> None:

@@ -91,7 +91,7 @@ class OffloadEngine:
         self._squares: dict[int, list[float]] = {}  # of units updated in this backward
 
         self.accelerator = accelerator
-        kind = DeviceAdam if plan.updates_on_device else Adam
+        kind = DeviceAdam if plan.placement.updates_on_device else Adam
         self._optimizer = kind(weight_format=plan.placement.precision, adamw_mode=adamw_mode)
         self._tiers = tiers = Tiers.open(accelerator, ledger)
         self.weights = make_weights(partition, plan, tiers, store, ledger, self._reclaim)

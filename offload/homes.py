@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +45,7 @@ class Tiers:
 
     def allocate_for_update(self, plan: MemoryPlan) -> Allocate:
         """Allocates in the tier where the update runs; pinned where an accelerator copies there."""
-        if self.device is not None and plan.updates_on_device:
+        if self.device is not None and plan.placement.updates_on_device:
             return self.device.allocate
         return lambda purpose, sizes: self.host.allocate(purpose, sizes, pinned=True)
 
@@ -71,7 +71,7 @@ def make_weights(
     if home == "nvme":
         slots = tiers.host.allocate("weight slots", [max(sizes)] * plan.weight_slots, pinned=True)
         host = HostSlots(slots, _needed(store), plan)
-    elif tiers.device is not None and home == "device" and plan.updates_on_device:
+    elif tiers.device is not None and home == "device" and plan.placement.updates_on_device:
         return ResidentWeights(partition, tiers.device.allocate("weights", sizes))
     else:
         planes = tiers.host.allocate("weights", sizes, pinned=True)
@@ -82,14 +82,14 @@ def make_weights(
         return StreamedWeights(partition, plan, host, ledger, reclaim)
     halves = tiers.device.allocate("weight slots", plan.device_slot_bytes)
     lifts = Lifts(tiers.accelerator, tiers.links, halves, host.of)
-    links = tiers.links if plan.updates_on_device else None
+    links = tiers.links if plan.placement.updates_on_device else None
     return StreamedWeights(partition, plan, host, ledger, reclaim, lifts=lifts, links=links)
 
 
 def make_states(plan: MemoryPlan, tiers: Tiers, store: SwapStore | None) -> StateHome:
     """Memory for the state planes: all of them, or a ring of chunks."""
     sizes = [plan.chunk_bytes(chunk) for chunk in plan.chunks]
-    if tiers.device is not None and plan.updates_on_device:
+    if tiers.device is not None and plan.placement.updates_on_device:
         return ResidentStates([piece.zero_() for piece in tiers.device.allocate("optimizer state", sizes)])
     if plan.placement.state_home != "nvme":
         return ResidentStates(tiers.host.allocate("optimizer state", sizes))
@@ -109,7 +109,7 @@ def make_gradients(
     allocate, itemsize = tiers.allocate_for_update(plan), plan.placement.grad_itemsize
     landing: Landing = LocalLanding()
     device = None
-    if tiers.links is not None and tiers.accelerator is not None and not plan.updates_on_device:
+    if tiers.links is not None and tiers.accelerator is not None and not plan.placement.updates_on_device:
         device = tiers.accelerator.device
         sizes = [plan.grad_staging_bytes] * GRAD_STAGING_SLOTS
         landing = CrossingLanding(
@@ -141,7 +141,7 @@ def bring_home(
         residual = None
         if has_residual:
             scratch = gradients.scratch(unit)
-            if scratch.device.type != "cpu" or plan.updates_on_device:
+            if scratch.device.type != "cpu" or plan.placement.updates_on_device:
                 scratch = torch.empty(layout.elements * 2, dtype=torch.uint8)
             residual = scratch[: layout.elements * 2].view(torch.int16).zero_()
         for stored in partition.units[unit]:

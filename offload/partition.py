@@ -32,6 +32,7 @@ from .optim import kernels
 GATHER_LOSS = "compute such a loss, and call its backward, inside `with offload.gather(parameters)`"
 """What to do about a loss over parameters that are absent."""
 
+CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -137,10 +138,17 @@ class Partition:
     """All parameters of a model, by unit. Built before anything moves; moves nothing itself."""
 
     def __init__(
-        self, model: nn.Module, groups: Sequence[dict[str, Any]], precision: str, *, activation_bytes: int = 0
+        self,
+        model: nn.Module,
+        groups: Sequence[dict[str, Any]],
+        precision: str,
+        *,
+        activation_bytes: int = 0,
+        device: torch.device = CPU,
     ) -> None:
         """
         Args:
+            device: what computes; absent parameters say that they are there.
             groups: parameter groups as torch optimizers take them; what is in none of them is frozen.
             precision: "bf16" or "fp32": what floating-point parameters are computed in.
 
@@ -165,11 +173,11 @@ class Partition:
         self._used_absent: list[str] = []  # parameters that user code has computed with while absent
         for unit, layout in enumerate(self.inventory.units):
             stored = []
-            markers = torch.full((len(layout.params),), math.nan, dtype=self.dtype)
+            markers = torch.full((len(layout.params),), math.nan, dtype=self.dtype, device=device)
             self._markers.append(markers)
             for index, placed in enumerate(layout.params):
                 param = by_name[placed.info.name]
-                own = markers[index : index + 1] if param.is_floating_point() else _marker(param.dtype)
+                own = markers[index : index + 1] if param.is_floating_point() else _marker(param.dtype, device)
                 stored.append(
                     StoredParam(
                         param=param,
@@ -224,6 +232,8 @@ class Partition:
 
     def _note_marked(self, unit: int) -> None:
         """Remembers what user code has written over the one element of an absent parameter."""
+        if self._markers[unit].device != CPU:
+            return  # asking would make the host wait for the device
         if not bool(self._markers[unit].isnan().all()):
             written = ~self._markers[unit].isnan()
             self._lost += [
@@ -274,11 +284,11 @@ def absent_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return _expanded(_marker(dtype), shape)
 
 
-def _marker(dtype: torch.dtype) -> torch.Tensor:
+def _marker(dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
     """One element that is never plausible."""
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.full((1,), math.nan, dtype=dtype)
-    return torch.full((1,), 0 if dtype is torch.bool else torch.iinfo(dtype).min, dtype=dtype)
+        return torch.full((1,), math.nan, dtype=dtype, device=device)
+    return torch.full((1,), 0 if dtype is torch.bool else torch.iinfo(dtype).min, dtype=dtype, device=device)
 
 
 def _expanded(one: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

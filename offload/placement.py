@@ -16,10 +16,16 @@ from .plan import CHUNK_ELEMENTS_MAX, WEIGHT_ITEMSIZE, Home, Placement, Remedy, 
 
 HOST_SHARE = 0.8
 """Of the memory that is available at the start, for `memory.host_bytes: "auto"`."""
+DEVICE_SHARE = 0.9
+"""Of the device memory that is free at the start, for `memory.device_bytes: "auto"`."""
 
 
-def placement_of(config: OffloadConfig) -> Placement:
-    """What a configuration asks for, with the budgets of this machine where it says "auto"."""
+def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None) -> Placement:
+    """What a configuration asks for, with the budgets of this machine where it says "auto".
+
+    Args:
+        device_free_bytes: free memory of the accelerator; None where the CPU computes.
+    """
     zero, memory = config.zero_optimization, config.memory
     precision = config.precision
     if precision == "fp16":
@@ -34,28 +40,37 @@ def placement_of(config: OffloadConfig) -> Placement:
     host_bytes = memory.host_bytes
     if host_bytes == "auto":
         host_bytes = int(metrics.memory_available_bytes() * HOST_SHARE)
+    has_device = device_free_bytes is not None
+    device_bytes = None
+    if device_free_bytes is not None:
+        device_bytes = int(device_free_bytes * DEVICE_SHARE)
+        if memory.device_bytes != "auto":
+            device_bytes = memory.device_bytes
     return Placement(
         precision=precision,
-        param_home=_home(zero.offload_param.device),
-        state_home=_home(zero.offload_optimizer.device),
+        param_home=_home(zero.offload_param.device, has_device=has_device),
+        state_home=_home(zero.offload_optimizer.device, has_device=has_device),
+        device_bytes=device_bytes,
         update=update,
         grad_itemsize=grad_itemsize,
         micro_batches=accumulation,
         host_bytes=host_bytes,
         nvme_bytes=None if memory.nvme_bytes == "auto" else memory.nvme_bytes,
         chunk_elements_max=min(zero.sub_group_size or CHUNK_ELEMENTS_MAX, CHUNK_ELEMENTS_MAX),
-        remedies=tuple(_remedies(config, update)),
+        remedies=tuple(_remedies(config, update, has_device=has_device)),
     )
 
 
-def _remedies(config: OffloadConfig, update: Update) -> Iterator[Remedy]:
-    """What may be changed to need less host memory: one setting, or two, or all. See `config.resolve`."""
+def _remedies(config: OffloadConfig, update: Update, *, has_device: bool) -> Iterator[Remedy]:
+    """What may be changed to need less memory: one setting, or two, or all. See `config.resolve`."""
     zero = config.zero_optimization
-    params, states = _home(zero.offload_param.device), _home(zero.offload_optimizer.device)
+    params, states = (
+        _home(block.device, has_device=has_device) for block in (zero.offload_param, zero.offload_optimizer)
+    )
     changes: dict[str, str] = {}
-    if states == "host" and zero.offload_optimizer.ratio == 1:
+    if states != "nvme" and zero.offload_optimizer.ratio == 1:
         changes["state"] = _move_to_nvme(config, "offload_optimizer")
-    if params == "host":
+    if params != "nvme":
         stage = "" if zero.stage == 3 else "zero_optimization.stage = 3 and "
         changes["param"] = stage + _move_to_nvme(config, "offload_param")
     needs_whole_gradient = config.gradient_clipping is not None or config.resolve_batch(1).accumulation > 1
@@ -133,5 +148,8 @@ def _nvme_paths(config: OffloadConfig) -> list[str]:
     return [path.path for block in (zero.offload_param, zero.offload_optimizer) for path in block.nvme_paths]
 
 
-def _home(device: str) -> Home:
-    return "nvme" if device == "nvme" else "host"
+def _home(device: str, *, has_device: bool) -> Home:
+    """"none" is the compute device: with a CPU as that, host memory."""
+    if device == "nvme":
+        return "nvme"
+    return "device" if device == "none" and has_device else "host"

@@ -8,11 +8,20 @@ Note [What host memory holds]
 - gradients: all planes where they wait for the step, or `grad_slots` slots where the update runs in
   backward;
 - optimizer state: all planes (home host), or a ring of `chunk_slots` chunks (home nvme);
+- gradient staging: where gradients of an accelerator arrive that are widened or added (``landing``);
 - activations: what the computation keeps, as estimated by whoever knows the model;
 - library code and scratch: what libraries take when they first run, as measured by whoever starts them;
 - an fp32 piece of a bf16 weight (``matmul``): on CPUs without bf16 units it is made for each product, and
   those with bf16 units reorder the weight instead.
 The interpreter with torch (a few hundred MiB) is not counted: it is there before we start.
+
+Note [What device memory holds]
+Only with an accelerator; otherwise device and host are one memory, and "none" is "cpu".
+- weights: with everything at home on the device their planes; else slots, as many as there are host slots (home
+  nvme), or a few (home host), or one for each unit (home device: the host has a copy that the update changes);
+- optimizer state and gradients, where state is at home on the device: then the update runs there;
+- gradients on their way to the host, else;
+- activations.
 
 Note [How much to take]
 Slots and chunks start generous and shrink until the sum fits `memory.host_bytes`. More is better for speed
@@ -23,7 +32,7 @@ beyond READ_AHEAD_BYTES_MAX a deeper ring of chunks buys nothing measurable.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -31,9 +40,9 @@ from typing import Literal
 from .bytesize import GiB, align_up, format_bytes, round_up_bytes
 from .errors import PlanError
 from .inventory import ELEMENTS_ALIGNMENT, Inventory
-from .schedule import PrefetchScheduler, steady_fetches
+from .schedule import PrefetchScheduler, steady_moves
 
-Home = Literal["host", "nvme"]
+Home = Literal["device", "host", "nvme"]
 Update = Literal["backward", "step"]
 
 CHUNK_ELEMENTS_MAX = 4 << 20
@@ -47,6 +56,12 @@ READ_AHEAD_SHARE = 1 / 8
 CHUNK_SLOTS = 4
 """One chunk read, one updated, one written, and one more so that the reader never waits for the writer."""
 
+GRAD_STAGING_SLOTS = 4
+GRAD_STAGING_BYTES_MAX = 4 << 20
+UPDATE_SCRATCH_BYTES = 64 << 20
+"""What an update on the device takes beside its planes (see ``optim.device``)."""
+
+LINKS = ("nvme_read", "nvme_write", "h2d", "d2h")
 LinkPlane = tuple[str, str]
 """A link and a plane: the key of a count of bytes, here and in the ledger."""
 
@@ -92,12 +107,24 @@ class Placement:
     micro_batches: int
     host_bytes: int
     nvme_bytes: int | None = None
+    device_bytes: int | None = None
+    """Of an accelerator's memory; None where the CPU computes: no plane is homed on "device" then."""
     chunk_elements_max: int = CHUNK_ELEMENTS_MAX
     remedies: tuple[Remedy, ...] = ()
     """Settings to propose where memory is short, the smallest change first."""
 
     def with_remedy(self, remedy: Remedy) -> Placement:
         return replace(self, param_home=remedy.param_home, state_home=remedy.state_home, update=remedy.update)
+
+    @property
+    def has_device(self) -> bool:
+        """Whether compute has memory of its own."""
+        return self.device_bytes is not None
+
+    @property
+    def updates_on_device(self) -> bool:
+        """Whether the update runs where optimizer state is at home on the device."""
+        return self.state_home == "device"
 
     @property
     def state_planes(self) -> tuple[PlaneSpec, ...]:
@@ -186,7 +213,7 @@ class MemoryPlan:
                 plan = cls(
                     placement,
                     inventory,
-                    min(weight_slots, units),
+                    units if placement.param_home == "device" else min(weight_slots, units),
                     min(grad_slots, units),
                     chunk_elements,
                     CHUNK_SLOTS,
@@ -194,7 +221,7 @@ class MemoryPlan:
                 if chunk_elements == sizes[0]:
                     yield plan._deepened()
                 yield plan
-                if placement.state_home == "host":
+                if placement.state_home != "nvme":
                     break  # the chunk size costs no memory there
         yield replace(plan, chunk_slots=2)
 
@@ -206,10 +233,14 @@ class MemoryPlan:
         return replace(self, chunk_slots=slots)
 
     def _fits(self) -> bool:
-        nvme_bytes = self.placement.nvme_bytes
-        return self.bytes_total("host") <= self.placement.host_bytes and (
-            nvme_bytes is None or self.bytes_total("nvme") <= nvme_bytes
-        )
+        return all(budget is None or self.bytes_total(tier) <= budget for tier, budget in self._budgets)
+
+    @property
+    def _budgets(self) -> tuple[tuple[str, int | None], ...]:
+        placement = self.placement
+        return (
+            ("device", placement.device_bytes), ("host", placement.host_bytes), ("nvme", placement.nvme_bytes),
+        )  # fmt: skip
 
     @cached_property
     def smallest(self) -> MemoryPlan:
@@ -220,13 +251,11 @@ class MemoryPlan:
         """Why this smallest plan does not fit, and what does. Every number and setting it names is enough."""
         placement = self.placement
         problems, budgets = [], []
-        for tier, name, budget in (
-            ("host", "host memory", placement.host_bytes),
-            ("nvme", "the nvme tier", placement.nvme_bytes),
-        ):
-            need = self.bytes_total(tier)
+        names = {"device": "device memory", "host": "host memory", "nvme": "the nvme tier"}
+        for tier, budget in self._budgets:
+            need, name = self.bytes_total(tier), names[tier]
             if budget is not None and need > budget:
-                least = "at least " if tier == "host" else ""
+                least = "" if tier == "nvme" else "at least "
                 problems.append(f"{name} needs {least}{format_bytes(need)} = {self._sum(tier)}")
                 problems.append(f"memory.{tier}_bytes is {format_bytes(budget)}")
                 budgets.append(f'memory.{tier}_bytes = "{round_up_bytes(need)}"')
@@ -265,43 +294,90 @@ class MemoryPlan:
 
     @cached_property
     def lines(self) -> tuple[PlanLine, ...]:
-        """Every purpose in every tier. See Note [What host memory holds]."""
+        """Every purpose in every tier. See Note [What host memory holds], Note [What device memory holds]."""
+        return (*self._weight_lines(), *self._grad_lines(), *self._state_lines(), *self._compute_lines())
+
+    def _weight_lines(self) -> Iterator[PlanLine]:
+        placement, whole = self.placement, self.inventory.weight_bytes
+        if self.weights_stay:
+            yield PlanLine("device" if placement.has_device else "host", "weights", 1, whole)
+            return
+        if placement.param_home == "nvme":
+            yield PlanLine("host", "weight slots", self.weight_slots, self._slot_bytes_max)
+            yield PlanLine("nvme", "weights", 1, whole)
+        else:
+            yield PlanLine("host", "weights", 1, whole)
+        if placement.param_home == "device":
+            yield PlanLine("device", "weights", 1, whole)
+        elif placement.has_device:
+            yield PlanLine("device", "weight slots", self.weight_slots, self._slot_bytes_max)
+
+    def _grad_lines(self) -> Iterator[PlanLine]:
         placement, inventory = self.placement, self.inventory
-        state_bytes = inventory.elements * placement.state_itemsize
+        tier = "device" if placement.updates_on_device else "host"
         unit_elements_max = max(unit.elements for unit in inventory.units)
-        lines: list[PlanLine] = []
-        if placement.param_home == "host":
-            lines.append(PlanLine("host", "weights", 1, inventory.weight_bytes))
-        else:
-            slot = max(unit.weight_bytes for unit in inventory.units)
-            lines.append(PlanLine("host", "weight slots", self.weight_slots, slot))
-            lines.append(PlanLine("nvme", "weights", 1, inventory.weight_bytes))
         if placement.update == "backward":
-            lines.append(
-                PlanLine(
-                    "host", "gradient slots", self.grad_slots, unit_elements_max * placement.grad_itemsize
-                )
-            )
+            size = unit_elements_max * placement.grad_itemsize
+            yield PlanLine(tier, "gradient slots", self.grad_slots, size)
         else:
-            lines.append(PlanLine("host", "gradients", 1, inventory.elements * placement.grad_itemsize))
-        if placement.state_home == "host":
-            lines.append(PlanLine("host", "optimizer state", 1, state_bytes))
-        else:
+            yield PlanLine(tier, "gradients", 1, inventory.elements * placement.grad_itemsize)
+        if placement.has_device and tier == "host":
+            yield PlanLine("host", "gradient staging", GRAD_STAGING_SLOTS, self.grad_staging_bytes)
+            yield PlanLine("device", "gradients on their way", 1, self.grad_crossing_bytes)
+
+    def _state_lines(self) -> Iterator[PlanLine]:
+        placement = self.placement
+        whole = self.inventory.elements * placement.state_itemsize
+        if placement.state_home == "nvme":
             size = self.chunk_elements * placement.state_itemsize
-            lines.append(PlanLine("host", "optimizer state chunks", self.chunk_slots, size))
-            lines.append(PlanLine("nvme", "optimizer state", 1, state_bytes))
-        for purpose, size in (
-            ("activations", inventory.activation_bytes),
-            ("library code and scratch", inventory.library_bytes),
-            ("fp32 piece of a bf16 weight", self._piece_bytes),
+            yield PlanLine("host", "optimizer state chunks", self.chunk_slots, size)
+        yield PlanLine(placement.state_home, "optimizer state", 1, whole)
+        if placement.updates_on_device:
+            yield PlanLine("device", "update scratch", 1, UPDATE_SCRATCH_BYTES)
+
+    def _compute_lines(self) -> Iterator[PlanLine]:
+        inventory = self.inventory
+        tier = "device" if self.placement.has_device else "host"
+        for where, purpose, size in (
+            (tier, "activations", inventory.activation_bytes),
+            ("host", "library code and scratch", inventory.library_bytes),
+            (tier, "fp32 piece of a bf16 weight", self._piece_bytes),
         ):
             if size:
-                lines.append(PlanLine("host", purpose, 1, size))
-        return tuple(lines)
+                yield PlanLine(where, purpose, 1, size)
+
+    @property
+    def weights_stay(self) -> bool:
+        """Whether every weight stays in the one place where it is computed with and updated."""
+        home = self.placement.param_home
+        if self.placement.has_device:
+            return home == "device" and self.placement.updates_on_device
+        return home == "host"
+
+    @property
+    def device_slot_bytes(self) -> list[int]:
+        """Bytes of each slot of weights on the device. Where every unit has its own, they differ."""
+        if self.placement.param_home == "device":
+            return [unit.weight_bytes for unit in self.inventory.units]
+        return [self._slot_bytes_max] * self.weight_slots
+
+    @property
+    def grad_staging_bytes(self) -> int:
+        """Bytes of one buffer where gradients arrive that are widened or added."""
+        return min(GRAD_STAGING_BYTES_MAX, max(unit.elements for unit in self.inventory.units) * 4)
+
+    @property
+    def grad_crossing_bytes(self) -> int:
+        """Device memory for gradients on their way to the host: those of two units."""
+        return 2 * max(unit.elements for unit in self.inventory.units) * self.inventory.weight_itemsize
+
+    @property
+    def _slot_bytes_max(self) -> int:
+        return max(unit.weight_bytes for unit in self.inventory.units)
 
     @property
     def _piece_bytes(self) -> int:
-        if self.placement.precision != "bf16":
+        if self.placement.precision != "bf16" or self.placement.has_device:
             return 0
         return 4 * min(self.inventory.matrix_elements_max, PIECE_ELEMENTS)
 
@@ -326,8 +402,12 @@ class MemoryPlan:
             self.weight_slots,
             micro_batches=self.placement.micro_batches,
             backward=range(trained[0], len(units))[::-1],
-            update=trained if self.placement.update == "step" else (),
+            update=trained if self.placement.update == "step" and self._update_uses_slots else (),
         )
+
+    @property
+    def _update_uses_slots(self) -> bool:
+        return self.placement.param_home == "nvme" or self.placement.updates_on_device
 
     def bytes_at_start(self) -> Counter[LinkPlane]:
         """Bytes written before step 1: weights and residuals; moments start as zeros that nobody writes."""
@@ -354,14 +434,29 @@ class MemoryPlan:
                 reads = steps if plane.name == "residual" else steps - 1
                 moved["nvme_read", plane.name] += reads * elements * plane.itemsize
                 moved["nvme_write", plane.name] += steps * elements * plane.itemsize
-        if self.placement.param_home == "nvme":
-            moved["nvme_write", "weight"] += steps * elements * self.inventory.weight_itemsize
-            for step in self._fetches(steps):
-                moved["nvme_read", "weight"] += sum(self.inventory.units[unit].weight_bytes for unit in step)
+        if not self.weights_stay:
+            moved += self._weights_moved(steps)
+        if self.placement.has_device and not self.placement.updates_on_device:
+            gradients = self.inventory.trainable_parameters * self.inventory.weight_itemsize
+            moved["d2h", "grad"] += steps * self.placement.micro_batches * gradients
         return +moved
 
-    def _fetches(self, steps: int) -> list[Sequence[int]]:
-        return steady_fetches(self.scheduler(), steps)
+    def _weights_moved(self, steps: int) -> Counter[LinkPlane]:
+        moved: Counter[LinkPlane] = Counter()
+        updated = steps * self.inventory.elements * self.inventory.weight_itemsize
+        on_device = self.placement.updates_on_device
+        steps_moves = steady_moves(self.scheduler(), steps, updates_on_device=on_device)
+        if self.placement.param_home == "nvme":
+            moved["nvme_write", "weight"] += updated
+            moved["nvme_read", "weight"] += sum(self._bytes_of(moves.fetched) for moves in steps_moves)
+        if self.placement.has_device:
+            moved["h2d", "weight"] += sum(self._bytes_of(moves.lifted) for moves in steps_moves)
+            if on_device:
+                moved["d2h", "weight"] += updated
+        return moved
+
+    def _bytes_of(self, units: Iterable[int]) -> int:
+        return sum(self.inventory.units[unit].weight_bytes for unit in units)
 
     def report(self) -> str:
         """The plan as a table: a line for each purpose, the sums, and what a step moves."""
@@ -373,7 +468,7 @@ class MemoryPlan:
             f" {share} trainable; {placement.precision}, update in {placement.update},"
             f" {len(self.chunks)} chunks of up to {self.chunk_elements / 1e6:.2f} M elements"
         ]
-        for tier, budget in (("host", placement.host_bytes), ("nvme", placement.nvme_bytes)):
+        for tier, budget in self._budgets:
             lines = [line for line in self.lines if line.tier == tier]
             for line in lines:
                 pieces = f"{line.count} x {format_bytes(line.size)}" if line.count != 1 else ""
@@ -389,13 +484,18 @@ class MemoryPlan:
     def _traffic_rows(self) -> Iterator[str]:
         steady = self.bytes_moved(4) - self.bytes_moved(3)
         if not steady:
-            yield "  nothing is homed on nvme: a step moves nothing"
+            yield "  no plane is homed away from where it is used: a step moves nothing"
             return
-        yield f"  {'bytes per step':21} {'nvme_read':>10} {'nvme_write':>11} {'per parameter':>14}"
+        links = [link for link in LINKS if any(link == key[0] for key in steady)]
+        heads = "".join(f" {link:>{max(10, len(link) + 1)}}" for link in links)
+        yield f"  {'bytes per step':21}{heads} {'per parameter':>14}"
         for name in (*dict.fromkeys(plane for _, plane in sorted(steady)), "in all"):
-            read, written = (
+            sizes = [
                 sum(size for key, size in steady.items() if key[0] == link and name in (key[1], "in all"))
-                for link in ("nvme_read", "nvme_write")
+                for link in links
+            ]
+            cells = "".join(
+                f" {format_bytes(size):>{max(10, len(link) + 1)}}"
+                for link, size in zip(links, sizes, strict=True)
             )
-            share = (read + written) / self.inventory.trainable_parameters
-            yield f"  {name:21} {format_bytes(read):>10} {format_bytes(written):>11} {share:>12.2f} B"
+            yield f"  {name:21}{cells} {sum(sizes) / self.inventory.trainable_parameters:>12.2f} B"

@@ -241,27 +241,45 @@ class PrefetchScheduler:
         return changed
 
 
-def count_fetches(scheduler: PrefetchScheduler, steps: int) -> list[list[int]]:
-    """Which units are fetched in each step of a run that follows the trace, with nothing present at first.
+@dataclass(frozen=True, slots=True)
+class StepMoves:
+    """What a step fetches, and what it lifts to an accelerator (see `lift`): units, as often as it happens."""
+
+    fetched: tuple[int, ...]
+    lifted: tuple[int, ...]
+
+
+def count_moves(scheduler: PrefetchScheduler, steps: int, *, updates_on_device: bool = False) -> list[StepMoves]:
+    """What moves in each step of a run that follows the trace, with nothing present at first.
 
     Args:
         scheduler: a fresh one; it is advanced. A step's fetches include those that it makes for the next.
+        updates_on_device: an update leaves the device half fresh; otherwise that of every updated unit is stale.
     """
-    fetched: list[list[int]] = []
+    updated = set(scheduler.order(Phase.BACKWARD))
+    units = range(scheduler.unit_count)
+    fresh: set[int] = set()
+    moved: list[StepMoves] = []
     for _ in range(steps):
-        this_step: list[int] = []
-        fetched.append(this_step)
+        fetched: list[int] = []
+        lifted: list[int] = []
         for phase in [Phase.FORWARD, Phase.BACKWARD] * scheduler.micro_batches + [Phase.UPDATE]:
             scheduler.enter(phase, ())
             for unit in scheduler.order(phase):
                 scheduler.use(unit, ())
-                units = range(scheduler.unit_count)
-                moves = scheduler.next_moves(evictable=units, free_slots=scheduler.unit_count)
-                this_step.extend(move.unit for move in moves)
-    return fetched
+                for move in scheduler.next_moves(evictable=units, free_slots=scheduler.unit_count):
+                    fetched.append(move.unit)
+                    fresh -= {move.unit, move.evict}
+                if (phase is not Phase.UPDATE or updates_on_device) and unit not in fresh:
+                    lifted.append(unit)
+                    fresh.add(unit)
+        if not updates_on_device:
+            fresh -= updated
+        moved.append(StepMoves(tuple(fetched), tuple(lifted)))
+    return moved
 
 
-def steady_fetches(scheduler: PrefetchScheduler, steps: int) -> list[Sequence[int]]:
-    """As :func:`count_fetches` for any number of steps: from the third on, all are the same."""
-    known: list[Sequence[int]] = list(count_fetches(scheduler, min(steps, 3)))
+def steady_moves(scheduler: PrefetchScheduler, steps: int, *, updates_on_device: bool = False) -> list[StepMoves]:
+    """As :func:`count_moves` for any number of steps: from the third on, all are the same."""
+    known = count_moves(scheduler, min(steps, 3), updates_on_device=updates_on_device)
     return known + [known[-1]] * (steps - len(known))

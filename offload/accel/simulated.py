@@ -325,13 +325,13 @@ class _Watch(TorchDispatchMode):
         cls.owners.append(owner)
         if cls._entered is None:
             cls._entered = cls()
-            cls._entered.__enter__()
+            cls._entered.__enter__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def remove(cls, owner: SimulatedAccelerator) -> None:
         cls.owners.remove(owner)
         if not cls.owners and cls._entered is not None:
-            cls._entered.__exit__(None, None, None)
+            cls._entered.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             cls._entered = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

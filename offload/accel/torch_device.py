@@ -41,7 +41,7 @@ class TorchAccelerator:
     """A device of ``torch.accelerator``."""
 
     def __init__(self, device: torch.device) -> None:
-        if device.index is None:
+        if ":" not in str(device):
             device = torch.device(device.type, getattr(torch, device.type).current_device())
         self.device, self.name = device, str(device)
         self._api: ModuleType = getattr(torch, device.type)  # what torch.accelerator does not have everywhere

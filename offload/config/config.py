@@ -13,7 +13,7 @@ from ..bytesize import format_bytes
 from ..errors import ConfigError
 from . import resolve
 from .foreign import NO_EFFECT, foreign_keys, set_aside
-from .kinds import Real, Whole, keyed
+from .kinds import Device, Real, Whole, keyed
 from .legacy import MISPLACED, modernise
 from .parse import parse
 from .reader import OneOf, block_keys, flatten, read_block, specs, write_block
@@ -52,6 +52,8 @@ class OffloadConfig:
     """Types that are not the compute type. As DeepSpeed."""
     zero_optimization: ZeroOptimization = field(default_factory=ZeroOptimization)
     """What is cut over ranks, and where it lives. As DeepSpeed."""
+    accelerator: Annotated[str, Device()] = "auto"
+    """The compute device: auto takes what torch finds; "cpu", "cuda", "cuda:1", "xpu". Ours."""
     memory: Memory = field(default_factory=Memory)
     """Hard budgets for each tier. Ours."""
     aio: Aio = field(default_factory=Aio)

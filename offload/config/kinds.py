@@ -6,6 +6,7 @@ nested blocks need no annotation. `reader` turns the declarations into kinds.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from typing import Any, Final, NamedTuple
 
@@ -66,6 +67,25 @@ class Switch(Kind):
 
     def schema(self) -> dict[str, Any]:
         return {"type": "boolean"}
+
+
+class Device(Kind):
+    """The name of a compute device: "auto", "cpu", or a type with or without an index, as ``cuda:1``."""
+
+    takes_auto = True
+    _PATTERN: Final = r"[a-z]+(:[0-9]+)?"
+
+    def read(self, value: object, path: str, report: Report) -> str:
+        if not isinstance(value, str):
+            raise UnfitError(f'{show(value)} is not the name of a device; write "auto", "cpu" or "cuda"')
+        check_filled_in(value)
+        name = value.strip().lower()
+        if not re.fullmatch(self._PATTERN, name):
+            raise UnfitError(f'{show(value)} is not the name of a device; write "auto", "cpu" or "cuda:0"')
+        return name
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "string", "pattern": f"^{self._PATTERN}$"}
 
 
 class Choice(Kind):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from offload.schedule import Phase, PrefetchScheduler, count_fetches, steady_fetches
+from offload.schedule import Phase, PrefetchScheduler, count_moves, steady_moves
 
 
 def fewest_fetches(trace, slots):
@@ -38,14 +38,14 @@ def one_step(units, micro_batches, update):
 def test_nearly_as_few_fetches_as_belady(units, slots, micro_batches, update):
     """Looking ahead protects what is used meanwhile, so that much less of the slots is left for keeping."""
     steps, trace = 4, one_step(units, micro_batches, update)
-    counted = count_fetches(make(units, slots, micro_batches, update), steps)
-    total = sum(len(step) for step in counted)
+    counted = count_moves(make(units, slots, micro_batches, update), steps)
+    total = sum(len(step.fetched) for step in counted)
     spare = units if slots < units else 0  # what the last step fetches for the one after it
     assert fewest_fetches(trace * steps, slots) <= total
     turns = steps * (2 * micro_batches + update)
     assert total <= fewest_fetches(trace * steps, max(slots - 2, 1)) + spare + turns
     assert counted[-1] == counted[-2]
-    assert steady_fetches(make(units, slots, micro_batches, update), 7)[6] == counted[-1]
+    assert steady_moves(make(units, slots, micro_batches, update), 7)[6] == counted[-1]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -54,7 +54,8 @@ def test_the_same_fetches_however_late(seed):
     rng = random.Random(seed)
     units, slots, micro_batches = rng.randint(3, 9), rng.randint(2, 4), rng.randint(1, 2)
     update = rng.random() < 0.5
-    expected = list(itertools.chain(*count_fetches(make(units, slots, micro_batches, update), 3)))
+    counted = count_moves(make(units, slots, micro_batches, update), 3)
+    expected = list(itertools.chain(*(step.fetched for step in counted)))
     scheduler, present, fetched = make(units, slots, micro_batches, update), set(), []
 
     def start(evictable):
