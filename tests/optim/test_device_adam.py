@@ -22,6 +22,11 @@ EDGES += [1 - 2.0**-24, 1.0, 1 + 2.0**-23, 1.5, 2 - 2.0**-23, 3.0, 2.0**24, 2.0*
 EDGES += [math.inf, math.nan]
 EDGES += [-edge for edge in EDGES]
 
+# Significands whose product is just off a power of two: 2^46 + 1 and 2^46 - 1. Half a last place of an addend
+# times that is a halfway point in fp64, and not in truth: whoever rounds twice is found out.
+JUST_ABOVE = (8384513.0, 8392705.0)
+JUST_BELOW = (2.0**23 + 1, 2.0**23 - 1)
+
 
 def rng(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
@@ -100,14 +105,16 @@ def test_fma_of_all_edge_values_is_exact() -> None:
 
 
 def test_fma_at_halfway_points_is_exact() -> None:
-    """A product of half a last place of the addend, or next to it: to even, and off by 2^-70 not to even."""
+    """A product of half a last place of the addend, or 2^-46 of it off, or further."""
     triples = []
     for addend in [*random_floats(400, 1, (-149, 126)).tolist(), MAX, -MAX, TINY, 1.0, 2.0**-126]:
         half = math.ldexp(1.0, max(math.frexp(addend)[1] - 24, -149) - 1)
-        a, b = 2.0 ** (math.frexp(half)[1] // 2), 0.0
-        b = half / a
+        scale = 2.0 ** (math.frexp(half)[1] // 2)
+        for one, other in (JUST_ABOVE, JUST_BELOW):
+            a, b = one / 2**23 * scale, other / 2**23 * (half / scale)
+            triples += [(a, b, addend), (a, -b, addend)]
         for near in (1.0, 1 + 2.0**-23, 1 - 2.0**-24, 0.5, 0.5 + 2.0**-24, 1.5, 3.0):
-            triples += [(a * near, b, addend), (a * near, -b, addend)]
+            triples += [(scale * near, half / scale, addend), (scale * near, -half / scale, addend)]
         triples += [(TINY, TINY, addend), (TINY, -TINY, addend)]
     assert_fma_exact(triples)
 
@@ -117,11 +124,20 @@ def test_a_million_random_fma_equal_the_hardware() -> None:
     runs, length = 1000, 1000
     numel = runs * length
     decays = random_floats(runs, 2, (-40, 40))
+    decays[::4] = JUST_ABOVE[1]
+    decays[1::4] = JUST_BELOW[1]
     a, b = random_floats(numel, 3, (-60, 60)), decays.repeat_interleave(length)
+    for row, (one, _) in enumerate((JUST_ABOVE, JUST_BELOW)):
+        rows = a.view(runs, length)[row::4]
+        rows.copy_(
+            one * torch.exp2(torch.randint(-60, 60, rows.shape, generator=rng(7)).float()) * rows.sign()
+        )
     product = a.double() * b
     near = (product * torch.exp2(torch.randint(-30, 31, (numel,), generator=rng(4)).double())).float()
     cancelling = (-product * (1 + 2.0**-23 * torch.randint(-3, 4, (numel,), generator=rng(5)))).float()
     c = torch.where(torch.rand(numel, generator=rng(6)) < 0.6, near, cancelling)
+    halfway = (product.abs() * random_floats(numel, 8, (24, 25)).double()).float()  # half a last place of it
+    c.view(runs, length // 2, 2)[..., 0] = halfway.view(runs, length // 2, 2)[..., 0]
     segments = [
         Segment(i * length, (i + 1) * length, 1, 1e-3, 0.0, 0.999, 1e-8, decay)
         for i, decay in enumerate(decays.tolist())
