@@ -44,7 +44,8 @@ void check_segments(std::span<const AdamSegment> segments, size_t count) {
   }
 }
 
-// The one place where hyper-parameters lose their double precision.
+// The one place where hyper-parameters lose their double precision; offload/optim/coefficients.py repeats it
+// for other devices.
 AdamCoefficients make_coefficients(const AdamSegment& s, bool decoupled, double grad_scale) {
   const auto step = static_cast<double>(s.step);
   const double bias1 = 1 - std::pow(s.beta1, step);

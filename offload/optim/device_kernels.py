@@ -152,20 +152,19 @@ def block_square_sums(grad: torch.Tensor) -> torch.Tensor:
     lanes = torch.zeros((blocks, SQUARE_LANES), dtype=torch.float64, device=grad.device)
     values = grad.detach()
     body = values[: whole * SQUARE_BLOCK].view(whole, rows, SQUARE_LANES)
-    tail = _tail_rows(values[whole * SQUARE_BLOCK :])
     wide = torch.empty((whole, SQUARE_LANES), dtype=torch.float64, device=grad.device)
     with torch.no_grad(), _ieee_defaults(grad.device):
         # The square of an fp32 value is exact in fp64: fused or not, addcmul adds the same.
         for row in range(rows if whole else 0):
             wide.copy_(body[:, row])
             lanes[:whole].addcmul_(wide, wide)
-        for row in tail:
+        for row in _tail_rows(values[whole * SQUARE_BLOCK :]):
             lanes[whole].addcmul_(row, row)
         stride = SQUARE_LANES // 2
         while stride:
             lanes[:, :stride].add_(lanes[:, stride : 2 * stride])
             stride //= 2
-    return lanes[:, 0].clone()
+    return lanes[:, 0].clone(memory_format=torch.contiguous_format)
 
 
 def all_finite(sums: torch.Tensor) -> torch.Tensor:
