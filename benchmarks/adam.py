@@ -185,8 +185,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.peer_python:
             arguments = ["--serve-peer", f"--millions={options.millions}"]
             try:
-                peer = Server("benchmarks.adam", arguments, python=options.peer_python)
-                contestants += peer_contestants(stack.enter_context(closing(peer)))
+                peer = stack.enter_context(
+                    closing(Server("benchmarks.adam", arguments, python=options.peer_python))
+                )
+                peer.wait_ready()
+                contestants += peer_contestants(peer)
             except RuntimeError as error:
                 print(f"no peer: {error}", file=sys.stderr)
         take_turns(contestants, options.rounds)

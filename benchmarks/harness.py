@@ -81,13 +81,9 @@ def serve(make: Callable[[], Callable[[str], Answer]]) -> None:
 
 
 class Server:
-    """A process that serves steps, in any interpreter."""
+    """A process that serves steps, in any interpreter. Several may start at once."""
 
     def __init__(self, module: str, arguments: Sequence[str], *, python: str = sys.executable) -> None:
-        """
-        Raises:
-            RuntimeError: it has ended before it was ready.
-        """
         interpreter = Path(python).absolute()
         self._command = [str(interpreter), "-m", module, *arguments]
         tools = str(interpreter.parent)  # its compiler driver lies there
@@ -105,11 +101,14 @@ class Server:
             env=environment,
             cwd=ROOT,
         )
-        try:
-            self._read()
-        except BaseException:
-            self.close()
-            raise
+
+    def wait_ready(self) -> None:
+        """Waits until it can make steps.
+
+        Raises:
+            RuntimeError: it has ended instead.
+        """
+        self._read()
 
     def step(self, what: str = "") -> Answer:
         """One step; ``what`` says of what, where the process serves several."""

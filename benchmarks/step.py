@@ -253,12 +253,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = [f"--{name}={getattr(options, name)}" for name in SIZES]
     names = options.contestants.split(",") + ([*PEERS] if options.peer_python else [])
     with ExitStack() as stack:
-        contestants = []
+        servers = []
         for name in names:
             python = options.peer_python if name in PEERS else sys.executable
             arguments = [f"--serve={name}", f"--swap={options.swap}", *sizes]
-            server = stack.enter_context(closing(Server("benchmarks.step", arguments, python=python)))
-            contestants.append(Contestant(name, server.step))
+            servers.append(stack.enter_context(closing(Server("benchmarks.step", arguments, python=python))))
+        for server in servers:
+            server.wait_ready()
+        contestants = [Contestant(name, server.step) for name, server in zip(names, servers, strict=True)]
         take_turns(contestants, max(1, options.rounds - 1))
     rows = [row(contestant) for contestant in contestants]
     described = host(options.swap)

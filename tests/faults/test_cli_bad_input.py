@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,54 +65,33 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path)
 
 
-FORK_PER_COMMAND = """
-import json, os, resource, signal, sys
-import offload.cli.finetune, offload.cli.training
+COMMAND = """
+import os, resource, signal, sys
 from offload.cli.main import app
-for line in sys.stdin:
-    folder, log, arguments, file_bytes_max = json.loads(line)
-    pid = os.fork()
-    if pid == 0:
-        for number, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{log}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        os.chdir(folder)
-        if file_bytes_max:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes_max, file_bytes_max))
-        try:
-            app(arguments)
-        except SystemExit as end:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(end.code)  # without taking torch apart, which takes longer than the command
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+limit = {limit}
+if limit:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+try:
+    app({arguments})
+except SystemExit as end:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(end.code)  # without taking torch apart, which takes longer than the command
 """
-"""Runs each command in a process of its own, forked when torch is there: that is most of what it takes."""
 
 Run = Callable[..., tuple[int, list[str]]]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Runs a command in a folder: its exit status, and its lines on stderr."""
-    log = tmp_path_factory.mktemp("log")
-    with subprocess.Popen(
-        [sys.executable, "-c", FORK_PER_COMMAND],
-        env=ENVIRONMENT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as forker:
-        assert forker.stdin is not None and forker.stdout is not None
-        stdin, stdout = forker.stdin, forker.stdout
+@pytest.fixture
+def run(folder: Folder, run_forked: Callable[..., Any]) -> Run:
+    """Runs a command in the folder: its exit status, and its lines on stderr."""
 
-        def call(folder: Folder, arguments: list[str], file_bytes_max: int = 0) -> tuple[int, list[str]]:
-            stdin.write(json.dumps([str(folder.path), str(log), arguments, file_bytes_max]) + "\n")
-            stdin.flush()
-            return int(stdout.readline()), (log / "err").read_text().splitlines()
+    def call(arguments: list[str], limit: int = 0) -> tuple[int, list[str]]:
+        result = run_forked(COMMAND.format(arguments=arguments, limit=limit), folder.path)
+        return result.returncode, result.stderr.splitlines()
 
-        yield call
-        forker.terminate()
+    return call
 
 
 @pytest.fixture
@@ -123,7 +102,7 @@ def check_refused(folder: Folder, run: Run) -> Callable[..., None]:
         *expected: str, statuses: tuple[int, ...] = (STATUS_USER,), limit: int = 0, **options: str
     ) -> None:
         before = folder.files()
-        status, lines = run(folder, folder.arguments(**options), limit)
+        status, lines = run(folder.arguments(**options), limit)
         assert status in statuses, lines
         assert len(lines) == 1 and lines[0].startswith("error: "), lines
         for pattern in expected:
@@ -170,7 +149,7 @@ def test_configuration(folder: Folder, check_refused: Callable[..., None], name:
 
 def test_all_problems_of_a_configuration_are_told(folder: Folder, run: Run) -> None:
     folder.configure(config(folder.swap, nonsense=1, optimizer={"type": "AdamW", "params": {"lr": "fast"}}))
-    status, lines = run(folder, folder.arguments())
+    status, lines = run(folder.arguments())
     assert status == STATUS_USER
     assert [line.split(":")[0] for line in lines] == ["error", "error"]
     assert any("nonsense" in line for line in lines) and any("optimizer.params.lr" in line for line in lines)

@@ -3,10 +3,8 @@
 import contextlib
 import copy
 import gc
-import os
 import pickle
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,12 +20,10 @@ pytestmark = pytest.mark.timeout(120)
 
 COMMON = """
 import gc, os, random, resource, signal, sys, threading, time, warnings
-sys.path[:0] = sys.argv[2:]
 import torch
-torch.set_num_threads(1)
 import offload
 from test_engine_faults import Tiny, config, train
-swap = sys.argv[1]
+swap = {swap!r}
 
 def prepared(update="step", **block):
     return offload.prepare(Tiny(), config(swap, update, **block))
@@ -37,13 +33,10 @@ def swap_left():
 """
 
 
-def run(script, swap_path, *, timeout=90):
-    folders = [str(ROOT / "tests" / name) for name in ("faults", "step")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", COMMON + script, str(swap_path), *folders]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, check=False, env=environment
-    )
+@pytest.fixture
+def run(swap_path, run_forked):
+    """Runs a script that finds `prepared`, `train` and `swap_left`."""
+    return lambda script: run_forked(COMMON.format(swap=str(swap_path)) + script)
 
 
 WAYS_OUT = """
@@ -69,8 +62,8 @@ for way in ("end of script", "exception", "sys.exit", "in backward"):
 """
 
 
-def test_ways_out(swap_path):
-    result = run(WAYS_OUT, swap_path)
+def test_ways_out(run):
+    result = run(WAYS_OUT)
     assert result.stdout.splitlines() == [
         "end of script 0 []", "exception 1 []", "sys.exit 3 []", "in backward 1 []",
     ], result.stderr  # fmt: skip
@@ -103,9 +96,9 @@ for number, seconds, update in moments:
 """
 
 
-def test_signals_at_random_moments(swap_path):
+def test_signals_at_random_moments(run):
     """Ten moments each, in prepare, in steps, in close: gone within seconds, with the signal's own status."""
-    result = run(SIGNALS, swap_path)
+    result = run(SIGNALS)
     lines = result.stdout.splitlines()
     assert lines[:10] == ["SIGTERM -15 [] True"] * 10, result.stdout + result.stderr
     assert len(lines) == 20
@@ -154,9 +147,9 @@ for moment in ("prepare", "backward", "close", "a close that raises"):
 """
 
 
-def test_sigterm_at_the_worst_moments(swap_path):
+def test_sigterm_at_the_worst_moments(run):
     """Where weights are on their way home, in backward, in close, and where closing another engine fails."""
-    result = run(WORST_MOMENTS, swap_path)
+    result = run(WORST_MOMENTS)
     assert result.stdout.splitlines() == [
         "prepare -15 []", "backward -15 []", "close -15 []", "a close that raises -15 []",
     ], result.stderr  # fmt: skip
@@ -177,8 +170,8 @@ train(model, optimizer, 1)
 """
 
 
-def test_i07_the_next_run_removes_what_kill_9_left(swap_path):
-    result = run(KILLED, swap_path)
+def test_i07_the_next_run_removes_what_kill_9_left(run):
+    result = run(KILLED)
     assert result.stdout.splitlines() == ["1", "1 False"], result.stderr
     assert "removing the swap directory of a run that has ended" in result.stderr
 
@@ -204,44 +197,44 @@ for epoch in range(3):
     assert len(swap_left()) == 1, "a worker has removed its parent's files"
 sum(1 for _ in early)
 pid = os.fork()  # in the middle of transfers
-model(batch).backward()
 if pid == 0:
     sys.exit(0)
+model(batch).backward()
 optimizer.step()
 print(os.waitpid(pid, 0)[1], optimizer.engine.report().steps, len(swap_left()))
 """
 
 
-def test_i15_workers_forked_before_and_after_touch_nothing(swap_path):
-    script = WORKERS.replace("model(batch).backward()\nif pid == 0:\n    sys.exit(0)\n",
-                             "if pid == 0:\n    sys.exit(0)\nmodel(batch).backward()\n")  # fmt: skip
-    result = run(script, swap_path)
+def test_i15_workers_forked_before_and_after_touch_nothing(run):
+    result = run(WORKERS)
     assert result.stdout.split() == ["0", "13", "1"], result.stdout + result.stderr
 
 
 FILE_LIMIT = """
-limit = int(os.environ["LIMIT_WHEN"])
-resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY)) if limit == 0 else None
+def limit():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+
+if not later:
+    limit()
 try:
     model, optimizer = prepared()
-    if limit:
+    if later:
         train(model, optimizer, 1)
         optimizer.engine.settle()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+        limit()
     train(model, optimizer, 3)
 except offload.TransferError as error:
     print(error)
-    if limit:
+    if later:
         optimizer.engine.close()
 print(swap_left())
 """
 
 
-@pytest.mark.parametrize("when", [0, 1])
-def test_i02_file_size_limit(swap_path, when, monkeypatch):
+@pytest.mark.parametrize("later", [False, True])
+def test_i02_file_size_limit(later, run):
     """Before prepare, and lowered in the middle of the run."""
-    monkeypatch.setenv("LIMIT_WHEN", str(when))
-    result = run(FILE_LIMIT, swap_path)
+    result = run(f"later = {later}\n{FILE_LIMIT}")
     message, left = result.stdout.splitlines()
     assert "File too large" in message and "RLIMIT_FSIZE is 8.00 KiB" in message and "planes.swap" in message
     assert left == "[]", result.stderr
@@ -278,8 +271,8 @@ def test_m05_ten_engines_one_after_another(update, swap_path):
     before, rss = descriptors_and_threads(), metrics.rss_bytes()
     for _ in range(10):
         once()
-        gc.collect()
         assert list(swap_path.iterdir()) == []
+    gc.collect()
     assert descriptors_and_threads() == before
     assert metrics.rss_bytes() - rss < 50 << 20
 

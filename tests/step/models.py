@@ -67,7 +67,7 @@ class Training:
     """One training run: what is trained, and how the loop is written."""
 
     precision: str = "fp32"
-    steps: int = 6
+    steps: int = 4
     seed: int = 0
     tied: bool = False
     frozen: str = ""

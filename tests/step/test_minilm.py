@@ -4,6 +4,7 @@ Oracle: plain PyTorch with torch.optim.AdamW on fp32 masters. The model is small
 values are what a hundred million sentence pairs have made of them, not what an initialiser gives.
 """
 
+import copy
 from functools import cache
 
 import pytest
@@ -33,7 +34,7 @@ PAIRS = [
     ("Vaccines train the immune system.", "The body learns to defend itself from a vaccine."),
     ("The river freezes in January.", "In the first month of the year ice covers the river."),
 ]
-STEPS = {"fp32": 5, "bf16": 3}
+STEPS = 3
 LR = 2e-5
 CHUNK = 1 << 22
 ZERO_GRADIENT = ("key.bias",)
@@ -51,6 +52,11 @@ def tokens(sentences):
 
 def encoder():
     """With its pooling layer, which the mean does not use: parameters without a gradient."""
+    return copy.deepcopy(pretrained())
+
+
+@cache
+def pretrained():
     return transformers.AutoModel.from_pretrained(
         minilm.get_model_path(),
         hidden_dropout_prob=0.0,
@@ -76,9 +82,9 @@ def contrastive(model, pairs):
     return F.cross_entropy(similarity, torch.arange(len(pairs)))
 
 
-def pair_batches(precision):
+def pair_batches():
     """Eight pairs at a time, both halves of the data in turns."""
-    return [PAIRS[8 * (step % 2) :][:8] for step in range(STEPS[precision])]
+    return [PAIRS[8 * (step % 2) :][:8] for step in range(STEPS)]
 
 
 class Watch:
@@ -95,9 +101,7 @@ class Watch:
 @cache
 def plain_contrastive(precision):
     watch = Watch()
-    outcome = train_plain(
-        encoder(), contrastive, pair_batches(precision), precision=precision, lr=LR, look=watch
-    )
+    outcome = train_plain(encoder(), contrastive, pair_batches(), precision=precision, lr=LR, look=watch)
     return outcome, watch.seen
 
 
@@ -105,15 +109,13 @@ def plain_contrastive(precision):
 def test_contrastive_training_in_fp32_equals_plain(update, swap_path):
     plain, plain_seen = plain_contrastive("fp32")
     watch, placement = Watch(), Placement("nvme", "nvme", update, chunk=CHUNK)
-    outcome = train_offloaded(
-        encoder(), contrastive, pair_batches("fp32"), placement, swap_path, lr=LR, look=watch
-    )
-    assert plain.losses[4] < plain.losses[2] < plain.losses[0], "the task is learned"
+    outcome = train_offloaded(encoder(), contrastive, pair_batches(), placement, swap_path, lr=LR, look=watch)
+    assert plain.losses[2] < plain.losses[0], "the task is learned"
     # Of 22.7M elements a handful have a gradient that cancels but for rounding: Adam blows it up.
     assert_equal_to_plain(outcome, plain, without_gradient=ZERO_GRADIENT, atol=LR / 40)
     torch.testing.assert_close(watch.seen, plain_seen, rtol=1e-5, atol=1e-6)
     moved = (plain_seen[-1] - plain_seen[0]).norm()
-    assert moved > 1e-2, "the embedding moves, and by far more than it may differ"
+    assert moved > 5e-3, "the embedding moves, and by far more than it may differ"
 
 
 def test_contrastive_training_in_bf16_equals_plain():
@@ -142,7 +144,7 @@ def offloaded_in_bf16(placement, swap_path):
     outcome = train_offloaded(
         encoder(),
         contrastive,
-        pair_batches("bf16"),
+        pair_batches(),
         placement,
         swap_path,
         precision="bf16",
@@ -175,7 +177,7 @@ def masked_batches():
     """Every sixth token is hidden, and is what must be found."""
     batches = []
     for step in range(2):
-        batch = dict(tokens(sentence for pair in PAIRS[8 * step :][:6] for sentence in pair))
+        batch = dict(tokens(sentence for pair in PAIRS[8 * step :][:3] for sentence in pair))
         positions = torch.arange(batch["input_ids"].numel()).view_as(batch["input_ids"])
         hidden = (positions % 6 == step) & (batch["attention_mask"] == 1)
         batch["labels"] = batch["input_ids"].masked_fill(~hidden, -100)
