@@ -14,6 +14,11 @@ def rss_bytes() -> int:
     return _status_bytes("VmRSS")
 
 
+def rss_file_bytes() -> int:
+    """Of these, pages of files: library code above all."""
+    return _status_bytes("RssFile")
+
+
 def rss_peak_bytes() -> int:
     """The largest resident memory this process has had (VmHWM)."""
     return _status_bytes("VmHWM")

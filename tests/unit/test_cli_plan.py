@@ -252,12 +252,10 @@ def test_code_that_ran_once_is_let_go_and_still_runs() -> None:
 import torch
 from offload import metrics
 from offload.cli import memory
-def code_bytes():
-    return metrics._status_bytes("RssFile")
 a = torch.rand(32, 32)
-expected, before = a @ a, code_bytes()
+expected, before = a @ a, metrics.rss_file_bytes()
 memory.give_back()
-after = code_bytes()
+after = metrics.rss_file_bytes()
 assert after < before - 30 * 2**20, (before, after)
 assert torch.equal(a @ a, expected) and torch.nn.Linear(3, 4)(torch.ones(2, 3)).sum().isfinite()
 """
