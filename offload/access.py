@@ -46,10 +46,9 @@ def read_master(engine: OffloadEngine, stored: StoredParam) -> torch.Tensor:
     weight = read_weight(engine, stored)
     if not stored.trainable or stored.dtype is torch.float32:
         return weight.float() if weight.is_floating_point() else weight
-    master = torch.empty(stored.placed.info.numel, dtype=torch.float32)
-    residual = ChunkAccess(engine).read(stored, "residual")
-    kernels.join_master(stored.flatten(weight), residual, master)
-    return master.as_strided(stored.placed.info.shape, stored.stride)
+    return stored.join(
+        weight.as_strided((weight.numel(),), (1,)), ChunkAccess(engine).read(stored, "residual")
+    )
 
 
 def write_weight(engine: OffloadEngine, stored: StoredParam, value: torch.Tensor) -> None:
@@ -97,7 +96,9 @@ class ChunkAccess:
 
     def read(self, stored: StoredParam, plane: str) -> torch.Tensor:
         """A copy of the parameter's elements in a state plane, flat."""
-        pieces = [self._plane(chunk, plane)[begin:end].clone().cpu() for chunk, begin, end in self._pieces(stored)]
+        pieces = [
+            self._plane(chunk, plane)[begin:end].clone().cpu() for chunk, begin, end in self._pieces(stored)
+        ]
         return torch.cat(pieces) if pieces else torch.empty(0)
 
     def write(self, stored: StoredParam, planes: dict[str, torch.Tensor]) -> None:

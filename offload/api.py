@@ -19,6 +19,7 @@ from .access import gathered
 from .checkpoint import StateDictHooks
 from .config import OffloadConfig
 from .config.training import Optimizer
+from .copies import CopyHooks
 from .engine import OffloadEngine
 from .errors import ConfigError
 from .hooks import ModuleHooks
@@ -59,6 +60,8 @@ def prepare(
 
     Raises:
         ConfigError, PlanError, StoreError: before anything has been changed or created.
+        TransferError, or whatever else stops the weights on their way home: the parameters have their values
+            back then (frozen ones of a wider type rounded to the precision), and nothing of the engine stays.
     """
     settings = OffloadConfig.from_any(config)
     refuse_unbuilt(settings)
@@ -108,8 +111,10 @@ def prepare(
     lifetime.register(engine)
     engine.on_close(functools.partial(lifetime.forget, engine))
     construct.forget_sources(model)
-    engine.on_close(ModuleHooks(model, engine).remove)
-    engine.on_close(StateDictHooks(model, engine).remove)
+    hooks: list[ModuleHooks | StateDictHooks] = [ModuleHooks(model, engine), StateDictHooks(model, engine)]
+    copies = CopyHooks(model, engine, {id_ for each in hooks for id_ in each.ids})
+    for remove in (*(each.remove for each in hooks), copies.remove):
+        engine.on_close(remove)
     if settings.precision == "bf16" and device.type == "cpu" and not bf16_is_native():
         engine.on_close(WideLinears(model).remove)
     optimizer.bind(engine)

@@ -44,6 +44,11 @@ class StateDictHooks:
                     module.register_load_state_dict_post_hook(self._after_load),
                 ]
 
+    @property
+    def ids(self) -> set[int]:
+        """Under which the hooks stand in their modules."""
+        return {handle.id for handle in self._handles}
+
     def remove(self) -> None:
         """Takes the hooks off. Idempotent."""
         for handle in self._handles:

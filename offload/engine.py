@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -475,6 +475,11 @@ class OffloadEngine:
         self._holds.clear()
         while self._on_close:
             self._on_close.pop()()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise OffloadError(
+            "an engine cannot be copied or pickled; take model.state_dict() and optimizer.state_dict()"
+        )
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Calls back once when the engine has been closed."""

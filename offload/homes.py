@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from .accel import Accelerator
+from .errors import OffloadError, TransferError
 from .gradients import Allocate, PassingGradients, WaitingGradients
 from .landing import CrossingLanding, Landing, LocalLanding
 from .ledger import Ledger
 from .lift import Lifts
-from .links import DeviceLinks
+from .links import DeviceLinks, Ticket
 from .partition import Partition, StoredParam
 from .pipeline import NvmeStates, ResidentStates, StateHome
-from .plan import GRAD_STAGING_SLOTS, MemoryPlan
+from .plan import GRAD_STAGING_SLOTS, Chunk, MemoryPlan
 from .store import SwapStore
 from .tiers.device import DeviceTier
 from .tiers.host import HostTier
@@ -131,35 +133,119 @@ def bring_home(
 ) -> None:
     """Splits every parameter into weight and residual and sends both home, unit by unit.
 
-    A parameter's own memory is given back as soon as its value has been taken. Gradient memory in host memory,
-    which nobody needs yet, holds the residuals meanwhile.
+    A parameter's own memory is given back as soon as its value has been taken. Where something fails, the
+    parameters get back what the planes hold.
+
+    Args:
+        gradients: their host memory, which nobody needs yet, holds residual planes meanwhile.
+
+    Raises:
+        OffloadError: it failed, and so did giving the values back.
     """
-    has_residual = plan.placement.state_planes[0].name == "residual"
-    for unit, layout in enumerate(plan.inventory.units):
-        plane = weights.buffer(unit)
+    way = _WayHome(plan, weights, states, gradients, store)
+    try:
+        for unit, params in enumerate(partition.units):
+            way.take(unit, params, source)
+            way.send(unit)
+            weights.refresh(unit)
+    except BaseException as error:
+        try:
+            way.undo(partition)
+        except (OffloadError, MemoryError) as second:
+            raise OffloadError(
+                f"{error}; and the parameters that had been taken over cannot be read back ({second}): build"
+                " the model anew"
+            ) from error
+        raise
+
+
+class _WayHome:
+    """The way of parameters to their homes, and back where it breaks off."""
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        weights: ResidentWeights | StreamedWeights,
+        states: StateHome,
+        gradients: WaitingGradients | PassingGradients,
+        store: SwapStore | None,
+    ) -> None:
+        self._plan, self._weights, self._states, self._store = plan, weights, states, store
+        self._gradients = gradients
+        self._has_residual = plan.placement.state_planes[0].name == "residual"
+        self._before: dict[StoredParam, torch.Tensor | torch.dtype] = {}
+        """What a parameter was that has been taken: its marker where it was absent, else the type it had."""
+        self._tickets: list[Ticket] = []
+        self._current: tuple[torch.Tensor, torch.Tensor | None]
+        self._under_way: int | None = None  # the unit whose values are in its planes, and not all at home
+
+    def take(self, unit: int, params: Sequence[StoredParam], source: Source) -> None:
+        """Brings values into the unit's planes, and gives the parameters' own memory back."""
+        self._current = plane, residual = self._planes(unit)
+        self._under_way = unit
         plane.zero_()
-        residual = None
-        if has_residual:
-            scratch = gradients.scratch(unit)
-            if scratch.device.type != "cpu" or plan.placement.updates_on_device:
-                scratch = torch.empty(layout.elements * 2, dtype=torch.uint8)
-            residual = scratch[: layout.elements * 2].view(torch.int16).zero_()
-        for stored in partition.units[unit]:
-            stored.write(plane, residual, source(stored))
-            stored.param.data = stored.absent
-        tickets = [weights.bring(unit, plane)]
-        if residual is not None:
-            for chunk in plan.chunks_of[unit]:
-                part = residual[chunk.begin : chunk.end].view(torch.uint8)
-                if isinstance(states, ResidentStates):
-                    states.read(chunk)[: part.numel()].copy_(part)
-                else:
-                    tickets.append(_needed(store).write_residual(chunk, part))
-        for ticket in tickets:
-            ticket.wait()
-        weights.refresh(unit)
         if residual is not None:
             residual.zero_()
+        for stored in params:
+            own, value = stored.param.data, source(stored)
+            stored.write(plane, residual, value)
+            self._before[stored] = own.dtype if value.data_ptr() == own.data_ptr() else own
+            stored.param.data = stored.absent
+
+    def send(self, unit: int) -> None:
+        """Sends the planes home and waits for them."""
+        plane, residual = self._current
+        self._tickets.append(self._weights.bring(unit, plane))
+        for chunk, part in self._parts(unit, residual):
+            if isinstance(self._states, ResidentStates):
+                self._states.read(chunk)[: part.numel()].copy_(part)
+            else:
+                self._tickets.append(_needed(self._store).write_residual(chunk, part))
+        for ticket in self._tickets:
+            ticket.wait()
+        self._tickets.clear()
+        self._under_way = None
+        if residual is not None:
+            residual.zero_()
+
+    def undo(self, partition: Partition) -> None:
+        """Gives the parameters their values back: of the unit under way from its planes, of others from home."""
+        for ticket in self._tickets:
+            with suppress(TransferError):
+                ticket.wait()
+        units = {stored.unit for stored in self._before}
+        for unit in sorted(units, key=lambda unit: unit != self._under_way):
+            if unit != self._under_way:
+                self._current = self._planes(unit)
+                self._fetch(unit, *self._current)
+            plane, residual = self._current
+            for stored in partition.units[unit]:
+                before = self._before.get(stored)
+                if isinstance(before, torch.Tensor):
+                    stored.param.data = before
+                elif before is not None:
+                    stored.param.data = stored.read(plane, residual).to(before)
+
+    def _fetch(self, unit: int, plane: torch.Tensor, residual: torch.Tensor | None) -> None:
+        self._weights.bring_back(unit, plane)
+        for chunk, part in self._parts(unit, residual):
+            part.copy_(self._states.read(chunk)[: part.numel()])
+
+    def _planes(self, unit: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Host memory for the unit's weight plane, and for its residual plane where there is one."""
+        plane = self._weights.buffer(unit)
+        if not self._has_residual:
+            return plane, None
+        elements = self._plan.inventory.units[unit].elements
+        if self._plan.placement.updates_on_device:
+            return plane, torch.empty(elements, dtype=torch.int16)
+        return plane, self._gradients.scratch(unit)[: elements * 2].view(torch.int16)
+
+    def _parts(self, unit: int, residual: torch.Tensor | None) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        """Of each chunk, its bytes of the residual plane."""
+        if residual is not None:
+            for chunk in self._plan.chunks_of[unit]:
+                yield chunk, residual[chunk.begin : chunk.end].view(torch.uint8)
 
 
 def _needed(store: SwapStore | None) -> SwapStore:

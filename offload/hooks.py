@@ -50,9 +50,6 @@ class WatchedParameters(dict[str, Any]):
             self._on_read(param)
         return param
 
-    def __reduce__(self) -> Any:
-        return (dict, (dict(self),))  # a deep copy or a pickle of the module is an ordinary one
-
 
 class _Frame:
     """One forward that is running: what it holds, and what it popped or pushed."""
@@ -103,6 +100,11 @@ class ModuleHooks:
         for module in self._units_of:
             self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True))
             self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
+
+    @property
+    def ids(self) -> set[int]:
+        """Under which the hooks stand in their modules."""
+        return {handle.id for handle in self._handles}
 
     def remove(self) -> None:
         """Takes all hooks off. Idempotent."""

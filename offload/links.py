@@ -196,9 +196,7 @@ class DeviceLinks:
             if self._staging_free is not None:
                 self._staging_free.wait()
             staging[: piece.numel()].copy_(piece)
-            self._accelerator.copy(
-                device[begin : begin + piece.numel()], staging[: piece.numel()], self._h2d
-            )
+            self._accelerator.copy(device[begin : begin + piece.numel()], staging[: piece.numel()], self._h2d)
             self._staging_free = self._h2d.record()
 
     def _make_staging(self) -> torch.Tensor:

@@ -74,7 +74,8 @@ def _pieces(weight: torch.Tensor) -> Iterator[slice]:
         yield slice(begin, min(begin + rows, weight.shape[0]))
 
 
-def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def wide_forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """``module(x)``, as above where weight and input are bf16."""
     if (
         x.dtype is not torch.bfloat16
         or module.weight.dtype is not torch.bfloat16
@@ -93,7 +94,7 @@ class WideLinears:
         for module in model.modules():
             own = "forward" in module.__dict__
             if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and not own:
-                module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
+                module.forward = functools.partial(wide_forward, module)  # type: ignore[method-assign]
                 self._changed.append(module)
         if self._changed:
             logger.info(

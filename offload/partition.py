@@ -91,7 +91,7 @@ class StoredParam:
     def is_saved(self) -> bool:
         """Whether a graph that has not been differentiated holds it. See Note [Saved parameters]."""
         count: int = self.param._use_count()  # type: ignore[attr-defined]
-        return count > (2 if self.param.requires_grad else 1)
+        return count > (2 if self.trainable else 1)
 
     @property
     def is_replaced(self) -> bool:
@@ -128,6 +128,20 @@ class StoredParam:
             return
         master = self.flatten(value, torch.float32)
         kernels.split_master(master, self.flat_view(plane), residual[self.placed.begin : self.placed.end])
+
+    def read(self, plane: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """A copy of the value that :meth:`write` has brought into the planes, as exact as they hold it."""
+        if residual is None or not self.trainable:
+            return self.view(plane).clone()
+        weight = plane[self.placed.offset : self.placed.offset + self.placed.info.nbytes].view(self.dtype)
+        return self.join(weight, residual[self.placed.begin : self.placed.end])
+
+    def join(self, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The exact master, from its elements of the weight plane and of the residual plane."""
+        master = torch.empty(self.placed.info.numel, dtype=torch.float32)
+        if master.numel():
+            kernels.join_master(weight, residual, master)
+        return master.as_strided(self.placed.info.shape, self.stride)
 
     def view_elements(self, plane: torch.Tensor) -> torch.Tensor:
         """This parameter in a plane with one element of any type per element of the trainable region."""
@@ -177,7 +191,9 @@ class Partition:
             self._markers.append(markers)
             for index, placed in enumerate(layout.params):
                 param = by_name[placed.info.name]
-                own = markers[index : index + 1] if param.is_floating_point() else _marker(param.dtype, device)
+                own = (
+                    markers[index : index + 1] if param.is_floating_point() else _marker(param.dtype, device)
+                )
                 stored.append(
                     StoredParam(
                         param=param,

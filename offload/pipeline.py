@@ -236,7 +236,9 @@ class OptimizerPipeline:
             with self._ledger.stall("state"):
                 job.loading.wait()
             return True
-        late = next((job.update for job in self._jobs if job.update is not None and not _has_gradient(job)), None)
+        late = next(
+            (job.update for job in self._jobs if job.update is not None and not _has_gradient(job)), None
+        )
         if late is not None:
             with self._ledger.stall("gradients"):
                 late.arrived.wait()

@@ -149,7 +149,7 @@ def _nvme_paths(config: OffloadConfig) -> list[str]:
 
 
 def _home(device: str, *, has_device: bool) -> Home:
-    """"none" is the compute device: with a CPU as that, host memory."""
+    """ "none" is the compute device: with a CPU as that, host memory."""
     if device == "nvme":
         return "nvme"
     return "device" if device == "none" and has_device else "host"

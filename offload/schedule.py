@@ -249,7 +249,9 @@ class StepMoves:
     lifted: tuple[int, ...]
 
 
-def count_moves(scheduler: PrefetchScheduler, steps: int, *, updates_on_device: bool = False) -> list[StepMoves]:
+def count_moves(
+    scheduler: PrefetchScheduler, steps: int, *, updates_on_device: bool = False
+) -> list[StepMoves]:
     """What moves in each step of a run that follows the trace, with nothing present at first.
 
     Args:
@@ -279,7 +281,9 @@ def count_moves(scheduler: PrefetchScheduler, steps: int, *, updates_on_device: 
     return moved
 
 
-def steady_moves(scheduler: PrefetchScheduler, steps: int, *, updates_on_device: bool = False) -> list[StepMoves]:
+def steady_moves(
+    scheduler: PrefetchScheduler, steps: int, *, updates_on_device: bool = False
+) -> list[StepMoves]:
     """As :func:`count_moves` for any number of steps: from the third on, all are the same."""
     known = count_moves(scheduler, min(steps, 3), updates_on_device=updates_on_device)
     return known + [known[-1]] * (steps - len(known))

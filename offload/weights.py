@@ -89,6 +89,11 @@ class ResidentWeights:
         self.put(unit, plane, 0, plane.numel())
         return DoneTicket()
 
+    def bring_back(self, unit: int, plane: torch.Tensor) -> None:
+        """Undoes :meth:`bring`."""
+        if plane is not self._planes[unit]:
+            plane.copy_(self._planes[unit])
+
     def refresh(self, unit: int) -> None:
         """Points the unit's parameters at their plane."""
         self._partition.attach(unit, self._planes[unit])
@@ -134,6 +139,9 @@ class HostBytes(Protocol):
     def bring(self, unit: int, plane: torch.Tensor) -> Ticket:
         """Brings the first value home."""
 
+    def bring_back(self, unit: int, plane: torch.Tensor) -> None:
+        """Undoes :meth:`bring`."""
+
     is_home: bool
     """Whether every unit's bytes are always there."""
 
@@ -161,6 +169,9 @@ class HostPlanes:
     def bring(self, unit: int, plane: torch.Tensor) -> Ticket:
         return DoneTicket()
 
+    def bring_back(self, unit: int, plane: torch.Tensor) -> None:
+        return None
+
 
 class HostSlots:
     """Slots in host memory for planes whose home is the swap store."""
@@ -185,6 +196,9 @@ class HostSlots:
 
     def bring(self, unit: int, plane: torch.Tensor) -> Ticket:
         return self._store.write_weight(unit, plane, 0, plane.numel())
+
+    def bring_back(self, unit: int, plane: torch.Tensor) -> None:
+        self._store.read_weight(unit, plane).wait()
 
 
 class StreamedWeights:
@@ -269,6 +283,10 @@ class StreamedWeights:
 
     def bring(self, unit: int, plane: torch.Tensor) -> Ticket:
         return self.host.bring(unit, plane)
+
+    def bring_back(self, unit: int, plane: torch.Tensor) -> None:
+        """Undoes :meth:`bring`."""
+        self.host.bring_back(unit, plane)
 
     def refresh(self, unit: int) -> None:
         self.mover.refresh(unit)

@@ -106,7 +106,10 @@ class SimulatedStream:
 
     def record(self) -> SimulatedEvent:
         return SimulatedEvent(
-            self, self._issued, dict(self.owner.clocks[self.name]), self.owner.random.randint(0, QUESTIONS_MAX)
+            self,
+            self._issued,
+            dict(self.owner.clocks[self.name]),
+            self.owner.random.randint(0, QUESTIONS_MAX),
         )
 
     def wait(self, event: Event) -> None:
@@ -180,7 +183,9 @@ class SimulatedAccelerator:
         self.access(queue.name, source, is_write=False)
         self.access(queue.name, destination, is_write=True)
         queue.time = self._span(queue.name, f"{queue.name} {source.nbytes} B", queue.time, source.nbytes)
-        with _disable_current_modes():  # aliases, so that the use count shows whether the owner is still there
+        with (
+            _disable_current_modes()
+        ):  # aliases, so that the use count shows whether the owner is still there
             to, origin = destination.detach(), source.detach()
         version = origin._version
 
@@ -196,7 +201,9 @@ class SimulatedAccelerator:
 
     def allocate(self, size: int) -> torch.Tensor:
         if self._allocated + size > self._memory_bytes:
-            raise OffloadError(f"simulated device: {size} bytes wanted, {self._memory_bytes - self._allocated} free")
+            raise OffloadError(
+                f"simulated device: {size} bytes wanted, {self._memory_bytes - self._allocated} free"
+            )
         self._allocated += size
         self._peak = max(self._peak, self._allocated)
         memory = torch.full((size,), POISON, dtype=torch.uint8)
@@ -299,7 +306,9 @@ class SimulatedAccelerator:
 
     def _note_memory(self, name: str, memory: torch.Tensor) -> None:
         begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
-        self._memories = [old for old in self._memories if old.end <= begin or end <= old.begin]  # freed since
+        self._memories = [
+            old for old in self._memories if old.end <= begin or end <= old.begin
+        ]  # freed since
         insort(self._memories, _Memory(name, begin, end), key=_begin)
 
     def _memory_of(self, tensor: torch.Tensor) -> _Memory | None:

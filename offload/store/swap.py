@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 
 from ..aio import Queue
 from ..config.schema import Aio
-from ..errors import OffloadError
 from ..ledger import Ledger
 from ..links import AHEAD, DoneTicket, NvmeLinks, Ticket
 from ..plan import Chunk, MemoryPlan
@@ -113,12 +110,6 @@ class SwapStore:
     def update_seconds(self) -> None:
         """Brings the ledger's busy seconds up to date."""
         self._links.update_seconds()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise OffloadError(
-            "a model whose planes are on nvme cannot be copied or pickled while its engine is open; take"
-            " model.state_dict(), or copy it before offload.prepare"
-        )
 
     def close(self) -> None:
         """Ends all transfers and removes file and directory. Idempotent."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import pickle
 import random
 import re
 
@@ -609,29 +610,40 @@ def test_k06_an_adapter_saved_and_resumed(home, prepare):
     assert loop(again, optimizer) == rest
 
 
-MARKERS_SAVED = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="torch.save of an absent parameter writes its marker, NaN in the true shape, without a word",
-)
-
-
-@pytest.mark.parametrize(
-    "home",
-    ["none", pytest.param("nvme", marks=MARKERS_SAVED), pytest.param("nvme-backward", marks=MARKERS_SAVED)],
-)
-def test_k06_an_adapter_saved_from_the_parameters_themselves(home, prepare):
-    """Not from the state dict: full tensors, or an exception, and never a file of markers."""
-    model, _, plain = compare(prepare, home, Adapted, same_step(lambda m: m(rows(6, 24)), 2))
+def saved_and_loaded(value):
     buffer = io.BytesIO()
-    try:
-        torch.save({name: p for name, p in model.named_parameters() if p.requires_grad}, buffer)
-    except OffloadError as error:
-        assert "gather" in str(error)
-    else:
-        buffer.seek(0)
-        expected = {name: p.detach() for name, p in plain.named_parameters() if p.requires_grad}
-        close({name: p.detach() for name, p in torch.load(buffer).items()}, expected)
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+WAYS_TO_COPY = [saved_and_loaded, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))]
+
+
+@pytest.mark.parametrize("way", WAYS_TO_COPY, ids=["torch.save", "deepcopy", "pickle"])
+@pytest.mark.parametrize("home", ALL)
+def test_k06_an_adapter_saved_from_the_parameters_themselves(home, way, prepare):
+    """Not from the state dict: full tensors all the same, and the attributes that users hang on them."""
+    model, optimizer, plain = compare(prepare, home, Adapted, same_step(lambda m: m(rows(6, 24)), 2))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    copied = way({**trained, "again": next(iter(trained.values()))})
+    assert copied.pop("again") is next(iter(copied.values()))
+    expected = {name: p.detach() for name, p in plain.named_parameters() if p.requires_grad}
+    close({name: p.detach() for name, p in copied.items()}, expected)
+    assert all(type(p) is nn.Parameter and p.requires_grad for p in copied.values())
+    same_step(lambda m: m(rows(6, 24)), 1)(model, optimizer)
+    close({name: p.detach() for name, p in copied.items()}, expected)  # copies
+
+
+@pytest.mark.parametrize("home", STEP)
+def test_k06_a_saved_parameter_keeps_its_attributes(home, prepare):
+    model, _ = prepare(seeded(mlp_a), home)
+    model[0].weight.tag = "first"
+    copied = pickle.loads(pickle.dumps(model[0].weight))
+    assert copied.__dict__ == {"tag": "first"}
+    with offload.gather(model[0].weight):
+        model[0].weight.data.fill_(2.0)
+        assert bool((copy.deepcopy(model[0].weight) == 2.0).all())
 
 
 @pytest.mark.parametrize("home", ALL)

@@ -195,7 +195,7 @@ def test_a_failed_write_of_a_gathered_parameter_stops_the_engine(swap_path, monk
 
 
 def test_a_prepare_that_fails_leaves_nothing(swap_path, monkeypatch, nothing_left_behind):
-    """Bad groups, a plan that does not fit: before anything has changed. A source that raises: files go."""
+    """Bad groups, a plan that does not fit, no space: before anything has changed."""
     model = Tiny()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     stranger = nn.Parameter(torch.ones(3))
@@ -214,20 +214,107 @@ def test_a_prepare_that_fails_leaves_nothing(swap_path, monkeypatch, nothing_lef
         assert torch.equal(value, before[name])
     train(model, torch.optim.SGD(model.parameters(), 0.1), 1, torch.float32)  # still an ordinary model
 
-    calls = []
+
+def mixed():
+    """Of every type, trained and frozen, laid out in channels_last, of no element."""
+    model = Tiny()
+    model.blocks[1].bfloat16()
+    model.blocks[2].half()
+    model.frozen = nn.Linear(8, 8).bfloat16().requires_grad_(False)
+    model.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    model.empty = nn.Parameter(torch.ones(0, 3))
+    return model
+
+
+def as_it_was(model, reference):
+    for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert param.dtype is expected.dtype and param.stride() == expected.stride(), name
+        assert torch.equal(param, expected), name
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+HOMES = [("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "cpu"), ("cpu", "cpu")]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize(("param", "state"), HOMES)
+def test_a_prepare_that_breaks_off_gives_the_values_back(
+    param, state, update, precision, swap_path, monkeypatch, nothing_left_behind
+):
+    """At every parameter in turn: the model is the one that was given."""
+    settings = config(swap_path, update, precision)
+    settings["zero_optimization"]["offload_param"]["device"] = param
+    settings["zero_optimization"]["offload_optimizer"]["device"] = state
+    model, reference = mixed(), mixed()
+    real, left = offload.construct.initial_value, []
+
+    def broken(param):
+        if not left:
+            raise RuntimeError("the checkpoint ends here")
+        return left.pop()(param)
+
+    monkeypatch.setattr("offload.construct.initial_value", broken)
+    for at in range(len(list(model.parameters()))):
+        left[:] = [real] * at
+        with pytest.raises(RuntimeError, match="ends here"):
+            offload.prepare(model, settings)
+        assert list(swap_path.iterdir()) == []
+        as_it_was(model, reference)
+    monkeypatch.undo()
+    model, optimizer = offload.prepare(model, settings)
+    for stored in optimizer.engine.partition.trainable:
+        expected = reference.get_parameter(stored.name)
+        assert torch.equal(offload.read_master(optimizer.engine, stored), expected.float())
+    optimizer.engine.close()
+
+
+def test_a_prepare_whose_disk_fails(swap_path, faulty, nothing_left_behind):
+    """One failed write or read: the values come back. Later reads fail too: it says that they are lost."""
+    for n in range(1, 100):
+        faulty(fail_at=n, fail_errno=errno.EIO)
+        model, reference = mixed(), mixed()
+        try:
+            _, optimizer = offload.prepare(model, config(swap_path))
+        except TransferError as error:
+            assert "planes.swap" in str(error)
+            as_it_was(model, reference)
+        else:
+            optimizer.engine.close()
+            break
+    assert 10 < n < 99
+
+
+def test_a_prepare_whose_disk_is_gone(swap_path, monkeypatch):
+    gone = functools.partial(VirtualQueue, fail=lambda number: number >= 5)
+    monkeypatch.setattr("offload.store.swap.Queue", gone)
+    model = Tiny()
+    with pytest.raises(OffloadError, match=r"cannot be read back .*: build the model anew"):
+        offload.prepare(model, config(swap_path))
+    assert any(bool(param.isnan().all()) for param in model.parameters()), "lost, and never plausible"
+    assert list(swap_path.iterdir()) == []
+
+
+def test_a_prepare_that_breaks_off_while_a_model_is_streamed_in(swap_path, monkeypatch):
+    """What was built inside `offload.init` is still in its own file: preparing again works."""
+    settings = {**config(swap_path), "memory": {"host_bytes": "40KiB"}}
+    with offload.init(settings):
+        model = Tiny()
+    del settings["memory"]
+    real, calls = offload.construct.initial_value, []
 
     def broken(param):
         calls.append(param)
-        if len(calls) == 4:
-            raise RuntimeError("the checkpoint ends here")
-        return param.detach()
+        return real(param) if len(calls) < 4 else 1 / 0
 
     monkeypatch.setattr("offload.construct.initial_value", broken)
-    with pytest.raises(RuntimeError, match="ends here"):
-        offload.prepare(model, config(swap_path))
-    assert list(swap_path.iterdir()) == []
-    # What had been taken over is gone, and says so: never plausible numbers.
-    taken = [p for p in model.parameters() if bool(p.isnan().all())]
-    assert len(taken) == 3
-    for module in model.modules():
-        assert not module._forward_hooks and not module._forward_pre_hooks
+    with pytest.raises(ZeroDivisionError):
+        offload.prepare(model, settings)
+    monkeypatch.undo()
+    model, optimizer = offload.prepare(model, settings)
+    with contextlib.closing(optimizer.engine):
+        expected = Tiny()
+        for stored in optimizer.engine.partition.trainable:
+            master = offload.read_master(optimizer.engine, stored)
+            assert torch.equal(master, expected.get_parameter(stored.name))

@@ -3,13 +3,16 @@
 import contextlib
 import copy
 import gc
+import io
 import pickle
 import subprocess
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 from test_engine_faults import Tiny, config, train
+from torch import nn
 
 import offload
 from offload import metrics
@@ -308,15 +311,86 @@ def test_i08_s14_two_engines_of_equal_shapes_do_not_mix(swap_path):
                 assert torch.equal(value, reference[name])
 
 
-@pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps])
-def test_a_prepared_model_is_not_copied(copying, swap_path):
-    """A copy would need a second engine and swap file: refused with the way out, and nothing is hurt."""
+def saved(model):
+    torch.save(model, io.BytesIO())
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps, saved, torch.optim.swa_utils.AveragedModel])
+def test_a_prepared_model_on_nvme_is_not_copied(copying, swap_path):
+    """A copy would be the whole model in memory: refused with the way out, and nothing is hurt."""
     model, optimizer = offload.prepare(Tiny(), config(swap_path))
-    with contextlib.closing(optimizer.engine):
+    with contextlib.closing(optimizer.engine) as engine:
         train(model, optimizer, 1)
         with pytest.raises(OffloadError, match=r"cannot be copied or pickled.*state_dict"):
             copying(model)
+        with pytest.raises(OffloadError, match="engine cannot be copied or pickled"):
+            copying(engine)
         train(model, optimizer, 1)
         fresh = Tiny().to(torch.bfloat16)
         fresh.load_state_dict(copy.deepcopy(model.state_dict()))
     copying(fresh)
+
+
+def loaded(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def in_host_memory(swap_path, state="cpu"):
+    settings = config(swap_path)
+    settings["zero_optimization"]["offload_param"]["device"] = "cpu"
+    settings["zero_optimization"]["offload_optimizer"]["device"] = state
+    return settings
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, loaded])
+@pytest.mark.parametrize("state", ["cpu", "nvme"])
+def test_a_prepared_model_in_host_memory_is_copied_as_an_ordinary_one(copying, state, swap_path):
+    x = torch.full((2, 48), 0.1, dtype=torch.bfloat16)
+    model, optimizer = offload.prepare(Tiny(), in_host_memory(swap_path, state))
+    model.blocks[0].register_forward_hook(times_two)
+    with contextlib.closing(optimizer.engine) as engine:
+        train(model, optimizer, 1)
+        copied, expected = copying(model), model(x)
+        again = copying(copied)
+        for module in (*copied.modules(), *again.modules()):
+            names = set(vars(module)) - set(vars(Tiny())) - set(vars(nn.Linear(1, 1)))
+            assert not names, "an ordinary module"
+            hooks = [len(v) for v in vars(module).values() if isinstance(v, OrderedDict) and v]
+            assert hooks in ([], [1]), "the user's hook, and none of ours"
+        for param in copied.parameters():
+            assert param.untyped_storage().nbytes() == param.nbytes and not vars(param)
+        assert torch.equal(copied(x), expected) or torch.allclose(copied(x), expected, rtol=1e-2)
+        before = {name: value.clone() for name, value in copied.state_dict().items()}
+        steps = engine.report().steps
+        train(model, optimizer, 1)
+        for name, value in copied.state_dict().items():
+            assert torch.equal(value, before[name]), "independent of the engine's weights"
+        train(copied, torch.optim.SGD(copied.parameters(), 0.1), 1)
+        assert engine.report().steps == steps + 1, "the engine does not see it"
+    for module in model.modules():
+        assert "__getstate__" not in vars(module) and "forward" not in vars(module)
+    assert not any(vars(param) for param in model.parameters())
+
+
+def times_two(_module, _args, output):
+    return output * 2
+
+
+def test_averaged_weights_of_a_model_in_host_memory(swap_path):
+    """torch's own averaging, over the engine and over the same weights kept by hand."""
+    model, optimizer = offload.prepare(Tiny(), in_host_memory(swap_path))
+    with contextlib.closing(optimizer.engine):
+        decay = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=decay)
+        expected = None
+        for _ in range(3):
+            train(model, optimizer, 1)
+            averaged.update_parameters(model)
+            now = {name: value.float() for name, value in model.state_dict().items()}
+            expected = now if expected is None else {n: 0.5 * expected[n] + 0.5 * now[n] for n in now}
+        for name, value in averaged.module.state_dict().items():
+            torch.testing.assert_close(value.float(), expected[name], rtol=1e-2, atol=1e-3)
+        averaged(torch.full((2, 48), 0.1, dtype=torch.bfloat16))
