@@ -21,7 +21,7 @@ from offload.pipeline import NvmeStates, OptimizerPipeline, UnitUpdate
 from offload.plan import MemoryPlan, Placement
 from offload.schedule import Phase
 from offload.store import SwapStore
-from offload.weights import StreamedWeights
+from offload.weights import HostSlots, StreamedWeights
 
 CHUNK = ELEMENTS_ALIGNMENT
 
@@ -93,7 +93,8 @@ class SimulatedRun:
         )
         size = max(unit.weight_bytes for unit in inventory.units)
         tensors = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.plan.weight_slots)]
-        self.weights = StreamedWeights(partition, self.plan, tensors, self.store, self.ledger, self._reclaim)
+        slots = HostSlots(tensors, self.store, self.plan)
+        self.weights = StreamedWeights(partition, self.plan, slots, self.ledger, self._reclaim)
         self.ring = [torch.zeros(CHUNK * 8, dtype=torch.uint8) for _ in range(ring)]
         self.states = NvmeStates(self.store, list(self.ring))
         self.optimizer = CountingOptimizer()
