@@ -7,17 +7,92 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Literal
 
 from . import metrics
 from .config import OffloadConfig
 from .errors import ConfigError
-from .plan import CHUNK_ELEMENTS_MAX, WEIGHT_ITEMSIZE, Home, Placement, Remedy, Update
+
+Home = Literal["device", "host", "nvme"]
+Update = Literal["backward", "step"]
+
+CHUNK_ELEMENTS_MAX = 4 << 20
 
 HOST_SHARE = 0.8
 """Of the memory that is available at the start, for `memory.host_bytes: "auto"`."""
 DEVICE_SHARE = 0.9
 """Of the device memory that is free at the start, for `memory.device_bytes: "auto"`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSpec:
+    """One state plane: its name and bytes per element."""
+
+    name: str
+    itemsize: int
+
+
+STATE_PLANES: dict[str, tuple[PlaneSpec, ...]] = {
+    "bf16": (PlaneSpec("residual", 2), PlaneSpec("exp_avg", 4), PlaneSpec("exp_avg_sq", 4)),
+    "fp32": (PlaneSpec("exp_avg", 4), PlaneSpec("exp_avg_sq", 4)),
+}
+"""The exact format, by precision of training: what lies side by side in the extent of a chunk."""
+
+WEIGHT_ITEMSIZE = {"bf16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Other settings that would be legal too, and what they make of the placement."""
+
+    settings: str
+    """As a user writes them, with their paths in the configuration."""
+    param_home: Home
+    state_home: Home
+    update: Update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What the configuration asks for, reduced to what sizes depend on."""
+
+    precision: Literal["bf16", "fp32"]
+    param_home: Home
+    state_home: Home
+    update: Update
+    grad_itemsize: int
+    """Bytes per element of a waiting gradient: the compute type's, or 4 where micro-batches add up in fp32."""
+    micro_batches: int
+    host_bytes: int
+    nvme_bytes: int | None = None
+    device_bytes: int | None = None
+    """Of an accelerator's memory; None where the CPU computes: no plane is homed on "device" then."""
+    chunk_elements_max: int = CHUNK_ELEMENTS_MAX
+    remedies: tuple[Remedy, ...] = ()
+    """Settings to propose where memory is short, the smallest change first."""
+
+    def with_remedy(self, remedy: Remedy) -> Placement:
+        return replace(self, param_home=remedy.param_home, state_home=remedy.state_home, update=remedy.update)
+
+    @property
+    def has_device(self) -> bool:
+        """Whether compute has memory of its own."""
+        return self.device_bytes is not None
+
+    @property
+    def updates_on_device(self) -> bool:
+        """Whether the update runs where optimizer state is at home on the device."""
+        return self.state_home == "device"
+
+    @property
+    def state_planes(self) -> tuple[PlaneSpec, ...]:
+        return STATE_PLANES[self.precision]
+
+    @property
+    def state_itemsize(self) -> int:
+        return sum(plane.itemsize for plane in self.state_planes)
 
 
 def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None) -> Placement:

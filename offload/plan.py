@@ -35,17 +35,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from .bytesize import GiB, align_up, format_bytes, round_up_bytes
 from .errors import PlanError
 from .inventory import ELEMENTS_ALIGNMENT, Inventory
+from .placement import Placement
 from .schedule import PrefetchScheduler, steady_moves
 
-Home = Literal["device", "host", "nvme"]
-Update = Literal["backward", "step"]
-
-CHUNK_ELEMENTS_MAX = 4 << 20
 CHUNK_ELEMENTS_MIN = 1 << 16
 PIECE_ELEMENTS = 2 << 20
 """Of a bf16 weight, widened to fp32 at a time. 8 MiB: what the last-level cache of a small machine holds
@@ -64,75 +60,6 @@ UPDATE_SCRATCH_BYTES = 64 << 20
 LINKS = ("nvme_read", "nvme_write", "h2d", "d2h")
 LinkPlane = tuple[str, str]
 """A link and a plane: the key of a count of bytes, here and in the ledger."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlaneSpec:
-    """One state plane: its name and bytes per element."""
-
-    name: str
-    itemsize: int
-
-
-STATE_PLANES: dict[str, tuple[PlaneSpec, ...]] = {
-    "bf16": (PlaneSpec("residual", 2), PlaneSpec("exp_avg", 4), PlaneSpec("exp_avg_sq", 4)),
-    "fp32": (PlaneSpec("exp_avg", 4), PlaneSpec("exp_avg_sq", 4)),
-}
-"""The exact format, by precision of training: what lies side by side in the extent of a chunk."""
-
-WEIGHT_ITEMSIZE = {"bf16": 2, "fp32": 4}
-
-
-@dataclass(frozen=True, slots=True)
-class Remedy:
-    """Other settings that would be legal too, and what they make of the placement."""
-
-    settings: str
-    """As a user writes them, with their paths in the configuration."""
-    param_home: Home
-    state_home: Home
-    update: Update
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """What the configuration asks for, reduced to what sizes depend on."""
-
-    precision: Literal["bf16", "fp32"]
-    param_home: Home
-    state_home: Home
-    update: Update
-    grad_itemsize: int
-    """Bytes per element of a waiting gradient: the compute type's, or 4 where micro-batches add up in fp32."""
-    micro_batches: int
-    host_bytes: int
-    nvme_bytes: int | None = None
-    device_bytes: int | None = None
-    """Of an accelerator's memory; None where the CPU computes: no plane is homed on "device" then."""
-    chunk_elements_max: int = CHUNK_ELEMENTS_MAX
-    remedies: tuple[Remedy, ...] = ()
-    """Settings to propose where memory is short, the smallest change first."""
-
-    def with_remedy(self, remedy: Remedy) -> Placement:
-        return replace(self, param_home=remedy.param_home, state_home=remedy.state_home, update=remedy.update)
-
-    @property
-    def has_device(self) -> bool:
-        """Whether compute has memory of its own."""
-        return self.device_bytes is not None
-
-    @property
-    def updates_on_device(self) -> bool:
-        """Whether the update runs where optimizer state is at home on the device."""
-        return self.state_home == "device"
-
-    @property
-    def state_planes(self) -> tuple[PlaneSpec, ...]:
-        return STATE_PLANES[self.precision]
-
-    @property
-    def state_itemsize(self) -> int:
-        return sum(plane.itemsize for plane in self.state_planes)
 
 
 @dataclass(frozen=True, slots=True)

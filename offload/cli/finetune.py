@@ -16,8 +16,8 @@ from .. import metrics
 from ..config import BatchSizes, OffloadConfig
 from ..errors import ConfigError
 from ..models.documents import find_files
-from ..placement import placement_of, refuse_unbuilt
-from ..plan import MemoryPlan, Placement
+from ..placement import Placement, placement_of, refuse_unbuilt
+from ..plan import MemoryPlan
 from .failures import StopSignals
 from .memory import limit_hoarding
 from .outputs import OutDirectory, check_export

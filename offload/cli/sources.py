@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..inventory import Inventory, ParamInfo, build_inventory
 from ..models.presets import PRESETS, DecoderConfig, activation_bytes, parameter_shapes, preset
 from ..models.pretrained import PretrainedCheckpoint, open_checkpoint
-from ..plan import WEIGHT_ITEMSIZE
+from ..placement import WEIGHT_ITEMSIZE
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 

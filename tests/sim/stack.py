@@ -18,7 +18,8 @@ from offload.inventory import ELEMENTS_ALIGNMENT, ParamInfo, build_inventory
 from offload.ledger import Ledger
 from offload.optim import PlaneSpec, Segment, ShardOptimizer
 from offload.pipeline import NvmeStates, OptimizerPipeline, UnitUpdate
-from offload.plan import MemoryPlan, Placement
+from offload.placement import Placement
+from offload.plan import MemoryPlan
 from offload.schedule import Phase
 from offload.store import SwapStore
 from offload.weights import HostSlots, StreamedWeights

@@ -17,8 +17,8 @@ from offload.config import OffloadConfig
 from offload.errors import PlanError
 from offload.inventory import ParamInfo, build_inventory
 from offload.optim import Adam
-from offload.placement import placement_of, refuse_unbuilt
-from offload.plan import PIECE_ELEMENTS, STATE_PLANES, MemoryPlan, Placement
+from offload.placement import STATE_PLANES, Placement, placement_of, refuse_unbuilt
+from offload.plan import PIECE_ELEMENTS, MemoryPlan
 
 GiB = 1 << 30
 

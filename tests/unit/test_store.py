@@ -18,7 +18,8 @@ from offload.config.schema import Aio
 from offload.errors import OffloadError, StoreError
 from offload.inventory import ParamInfo, build_inventory
 from offload.ledger import Ledger
-from offload.plan import MemoryPlan, Placement
+from offload.placement import Placement
+from offload.plan import MemoryPlan
 from offload.store import StoreLayout, SwapDirectory, SwapStore
 
 ROOT = str(Path(offload.__file__).parents[1])
