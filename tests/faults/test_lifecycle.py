@@ -86,7 +86,7 @@ def child(number, seconds, update):
 
 rng = random.Random(7)
 kinds = [(s, u) for s in (signal.SIGTERM, signal.SIGINT) for u in ("step", "backward") * 5]
-moments = [(number, rng.uniform(0.0, 0.7), update) for number, update in kinds]
+moments = [(number, rng.uniform(0.0, 0.3), update) for number, update in kinds]
 for number, seconds, update in moments:
     pid = os.fork()
     if pid == 0:
