@@ -92,6 +92,16 @@ class WaitingGradients:
             squares.extend(square_sums(self.planes[unit], params, whole=whole))
         return math.sqrt(math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan)
 
+    def clip_norm(self, max_norm: float) -> float:
+        """Scales all gradients so that their global norm is at most ``max_norm``; returns the norm before."""
+        present = self.all_present()
+        norm = self.norm(present)
+        if math.isfinite(norm) and norm > max_norm:
+            for params in present:
+                for stored in params:
+                    self._views[stored].mul_(max_norm / (norm + 1e-6))
+        return norm
+
     def close(self) -> None:
         """Detaches the gradients from the planes, so that the memory can go."""
         for stored, view in self._views.items():
@@ -178,6 +188,12 @@ class PassingGradients:
         for stored in self._present.pop(unit):
             stored.param.grad = self._absent[stored]
         self._free.append(self._planes.pop(unit))
+
+    def discard(self) -> None:
+        """Gives all slots back; their gradients are not wanted."""
+        self._present.clear()
+        self._free += self._planes.values()
+        self._planes.clear()
 
     def clear_absent(self) -> None:
         """Makes absent gradients None again: a new step begins."""

@@ -187,14 +187,20 @@ class Mover:
         self.scheduler.deviated(unit, self.residency.present)
 
     def _fetch(self, unit: int, priority: int) -> None:
-        copy = self.residency.begin(unit)
+        self.residency.begin(unit)
+        self._read_into_slot(unit, priority)
+
+    def _read_into_slot(self, unit: int, priority: int) -> None:
         try:
-            self._tickets[unit] = self._read(unit, self._slot(copy).tensor, priority)
-        except BaseException:
+            slot = self._slot(self.residency.copies[unit])
+            self._tickets[unit] = self._read(unit, slot.tensor, priority)
+        except Exception:
             self.residency.drop(unit)
             raise
 
     def _finish(self, unit: int) -> None:
+        if unit not in self._tickets:  # Ctrl-C has come between the slot and the read, or after the read
+            self._read_into_slot(unit, NEEDED_NOW)
         ticket = self._tickets[unit]
         try:
             if ticket.done():
