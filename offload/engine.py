@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,6 +77,7 @@ class OffloadEngine:
         self._host = HostTier()
         self._failure: BaseException | None = None
         self._closed = False
+        self._owner_pid = os.getpid()
         self._updating = Unbroken(self._stop)
         self._on_close: list[Callable[[], None]] = []
         self.close_abandoned: Callable[[], bool] = lambda: False
@@ -455,9 +457,10 @@ class OffloadEngine:
     def close(self) -> None:
         """Ends all transfers and gives back threads, descriptors, files and memory. Idempotent.
 
-        Weights homed in host memory stay readable as ordinary tensors; those homed on nvme are gone.
+        Weights homed in host memory stay readable as ordinary tensors; those homed on nvme are gone. Does
+        nothing in a forked child: transfers and files are its parent's.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._owner_pid:
             return
         self._closed = True
         try:

@@ -164,7 +164,7 @@ class ModuleHooks:
         frame = self._frames.pop()
         try:
             if frame.holds and torch.is_grad_enabled():
-                self._announce_backward(frame, output)
+                self._announce_backward(frame.units, output)
         finally:
             frame.close()
 
@@ -209,11 +209,11 @@ class ModuleHooks:
             " not be trained; set requires_grad before offload.prepare"
         )
 
-    def _announce_backward(self, frame: _Frame, output: Any) -> None:
+    def _announce_backward(self, units: tuple[int, ...], output: Any) -> None:
         """Leases the units when the gradient of the output arrives."""
 
         def arrived(_grad: torch.Tensor) -> None:
-            for unit in frame.units:
+            for unit in units:
                 self._note_backward(unit)
 
         for tensor in _tensors(output):
@@ -354,7 +354,7 @@ def _in_backward() -> bool:
 
 
 def _pack_versioned(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return tensor, tensor._version
+    return tensor.detach(), tensor._version  # a node that saved its own output would keep itself alive
 
 
 def _unpack_versioned(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
