@@ -116,7 +116,7 @@ def _check_swap_path(job: Job) -> None:
         job.placement, inventory_of(job.config, job.source, job.source.shapes(), job.request.seq)
     )
     need = plan.bytes_total("nvme")
-    with ExitStack() as opened:
+    with contextlib.ExitStack() as opened:
         directories = []
         for path in paths.all:
             directories.append(SwapDirectory(path.path))

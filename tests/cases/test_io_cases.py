@@ -143,7 +143,9 @@ def test_i10_without_direct_io(ramfs, caplog):
 
 
 def test_i10_direct_io_refused_at_the_first_transfer(swap_path, monkeypatch):
-    monkeypatch.setattr("offload.store.swap.Queue", functools.partial(aio.Queue, faults={"refuse_direct": 1}))
+    monkeypatch.setattr(
+        "offload.store.drives.Queue", functools.partial(aio.Queue, faults={"refuse_direct": 1})
+    )
     assert_same(trained(swap_path), trained(None, device="cpu"))
 
 
