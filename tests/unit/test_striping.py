@@ -188,7 +188,7 @@ def test_a_full_path_gets_what_fits(caplog):
 def test_paths_on_one_file_system_share_its_space():
     fits = [drive(Root(1), 1100), drive(Root(1), 1100)]
     assert fit_shares([0.5, 0.5], 1000, fits) == [0.5, 0.5]
-    with pytest.raises(StoreError, match="need 2000 B|1.95 KiB"):
+    with pytest.raises(StoreError, match=r"need 1\.95 KiB"):
         fit_shares([0.5, 0.5], 2000, fits)
 
 
