@@ -28,7 +28,7 @@ from .matmul import WideLinears, bf16_is_native
 from .models.pretrained import build_meta_model, open_checkpoint
 from .optimizer import OffloadOptimizer
 from .partition import Partition
-from .placement import nvme_path_of, placement_of, refuse_unbuilt
+from .placement import nvme_path_of, placement_of, refuse_unbuilt, swap_paths_of
 from .plan import MemoryPlan
 from .store import SwapStore
 
@@ -92,8 +92,8 @@ def prepare(
         inventory = dataclasses.replace(partition.inventory, library_bytes=library_bytes)
         plan = MemoryPlan.build(placement_of(settings, device_free_bytes=free_bytes), inventory)
         store = None
-        if path := nvme_path_of(settings):
-            store = SwapStore.open(path, plan, settings.aio, ledger)
+        if paths := swap_paths_of(settings):
+            store = SwapStore.open(paths, plan, settings.aio, ledger)
             undo.callback(store.close)
         engine = OffloadEngine(
             partition,

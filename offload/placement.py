@@ -6,13 +6,14 @@ Pure: no torch, so that `offload plan` and the engine start from the same number
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
 
 from . import metrics
 from .config import OffloadConfig
+from .config.kinds import SwapPath
 from .errors import ConfigError
 
 Home = Literal["device", "host", "nvme"]
@@ -174,9 +175,37 @@ def _move_to_nvme(config: OffloadConfig, block: str) -> str:
     return f'zero_optimization.{block}.device = "nvme"{where}'
 
 
+@dataclass(frozen=True, slots=True)
+class SwapPaths:
+    """The directories for swap files, each once, and which of them hold what."""
+
+    all: tuple[SwapPath, ...]
+    weights: frozenset[str]
+    states: frozenset[str]
+
+    def among(self, shares: Sequence[float], planes: Literal["weights", "states"]) -> list[float]:
+        """Shares of all paths, reduced to those for one kind of plane; they add up to 1."""
+        names: frozenset[str] = getattr(self, planes)
+        kept = [share if path.path in names else 0.0 for path, share in zip(self.all, shares, strict=True)]
+        total = sum(kept)
+        return [share / total for share in kept] if total else list(shares)
+
+
+def swap_paths_of(config: OffloadConfig) -> SwapPaths | None:
+    """Where swap files go; None where nothing is homed on nvme."""
+    zero = config.zero_optimization
+    weights, states = zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths
+    found = {path.path: path for path in (*weights, *states)}
+    if not found:
+        return None
+    names = (frozenset(path.path for path in paths) for paths in (weights, states))
+    return SwapPaths(tuple(found.values()), *names)
+
+
 def nvme_path_of(config: OffloadConfig) -> str | None:
-    """The one directory for swap files; None where nothing is homed on nvme."""
-    return next(iter(_nvme_paths(config)), None)
+    """The first directory for swap files; None where nothing is homed on nvme."""
+    paths = swap_paths_of(config)
+    return None if paths is None else paths.all[0].path
 
 
 def refuse_unbuilt(config: OffloadConfig) -> None:
@@ -199,13 +228,6 @@ def refuse_unbuilt(config: OffloadConfig) -> None:
     for block in ("offload_param", "offload_optimizer"):
         if getattr(zero, block).device == "auto":
             refuse(f"zero_optimization.{block}.device", "'auto'", "choose none, cpu or nvme")
-    paths = set(_nvme_paths(config))
-    if len(paths) > 1:
-        refuse(
-            "zero_optimization",
-            "swapping to several paths",
-            f"use one of {', '.join(sorted(paths))} for both",
-        )
     if config.durability.generations == 2:
         refuse(
             "durability.generations", "a second generation", "use 1: the swap files do not outlive the run"
@@ -216,11 +238,6 @@ def refuse_unbuilt(config: OffloadConfig) -> None:
         refuse("WORLD_SIZE", "training on several ranks", "start one process")
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def _nvme_paths(config: OffloadConfig) -> list[str]:
-    zero = config.zero_optimization
-    return [path.path for block in (zero.offload_param, zero.offload_optimizer) for path in block.nvme_paths]
 
 
 def _home(device: str, *, has_device: bool) -> Home:

@@ -15,7 +15,7 @@ from ..integrations.schedulers import build_scheduler, check_schedule
 from ..models.pretrained import persistent_buffers
 from ..models.text import TextDataset, load_tokenizer
 from ..optimizer import OffloadOptimizer
-from ..placement import nvme_path_of
+from ..placement import swap_paths_of
 from ..plan import MemoryPlan
 from ..store import SwapDirectory
 from .building import build, fill_later, hf_config, shapes_of
@@ -109,17 +109,20 @@ def _open_data(job: Job, display: Display) -> TextDataset:
 
 def _check_swap_path(job: Job) -> None:
     """Finds out now whether the swap files can be made, rather than after the data has been tokenised."""
-    path = nvme_path_of(job.config)
-    if path is None:
+    paths = swap_paths_of(job.config)
+    if paths is None:
         return
     plan = MemoryPlan.build(
         job.placement, inventory_of(job.config, job.source, job.source.shapes(), job.request.seq)
     )
-    directory = SwapDirectory(path)
-    try:
-        directory.check_space(plan.bytes_total("nvme"))
-    finally:
-        directory.close()
+    need = plan.bytes_total("nvme")
+    with contextlib.ExitStack() as opened:
+        directories = []
+        for path in paths.all:
+            directories.append(SwapDirectory(path.path))
+            opened.callback(directories[-1].close)
+        if len(directories) == 1:  # what several have together is known when their shares are
+            directories[0].check_space(need)
 
 
 def _prepare(job: Job, display: Display) -> tuple[nn.Module, OffloadOptimizer]:
