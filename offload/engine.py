@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from .homes import Source, Tiers, bring_home, make_gradients, make_states, make_
 from .ledger import Ledger
 from .optim import Adam, DeviceAdam, Segment
 from .partition import Partition, StoredParam
-from .pipeline import OptimizerPipeline, UnitUpdate, state_planes
+from .pipeline import OptimizerPipeline, Unbroken, UnitUpdate, state_planes
 from .plan import Chunk, MemoryPlan
 from .schedule import Phase
 from .store import SwapStore
@@ -78,7 +79,11 @@ class OffloadEngine:
         self._store = store
         self._failure: BaseException | None = None
         self._closed = False
+        self._owner_pid = os.getpid()
+        self._updating = Unbroken(self._stop)
         self._on_close: list[Callable[[], None]] = []
+        self.close_abandoned: Callable[[], bool] = lambda: False
+        """Asks for the leases of forwards that have ended unheard; says whether there were any."""
         self._in_backward = False
         self._holds: dict[int, Hold] = {}  # of units in backward, oldest first
         self._updated: set[int] = set()  # units updated in this step, where the update runs in backward
@@ -110,11 +115,10 @@ class OffloadEngine:
         with self._guard():
             if self._first_forward is None:
                 self._first_forward = time.perf_counter()
-            self._end_backward_if_open()
+            self._break_off_backward()
             self.weights.enter(Phase.FORWARD, training=training)
             if training and isinstance(self._gradients, WaitingGradients):
-                for unit in range(len(self.partition.units)):
-                    self.pipeline.announce(unit)
+                self._announce(range(len(self.partition.units)))
             self.poll()
 
     def lease(self, unit: int) -> Hold:
@@ -151,9 +155,7 @@ class OffloadEngine:
             self._in_backward = True
             self.weights.enter(Phase.BACKWARD)
             if isinstance(self._gradients, PassingGradients):
-                for unit in self._backward_order():
-                    if unit not in self._updated:
-                        self.pipeline.announce(unit)
+                self._announce(unit for unit in self._backward_order() if unit not in self._updated)
             self.poll()
         return True
 
@@ -184,19 +186,31 @@ class OffloadEngine:
             if isinstance(self._gradients, WaitingGradients):
                 self._gradients.take(stored)
             else:
-                with self._updating():
+                with self._updating:
                     self._take_passing(stored, self._gradients)
             self.poll()
 
     def end_backward(self) -> None:
         """Backward has ended: nothing needs to stay for it."""
         with self._guard():
-            self._end_backward_if_open()
+            if self._in_backward:
+                self._release_holds()
+                if isinstance(self._gradients, PassingGradients):
+                    with self._updating:
+                        for unit in sorted(set(self._gradients.units) - self._updated, reverse=True):
+                            self._update_passing(unit, self._gradients)
+                self._used_twice.clear()
+                self._in_backward = False
             self.poll()
+
+    def _announce(self, units: Iterable[int]) -> None:
+        with self._updating:
+            for unit in units:
+                self.pipeline.announce(unit)
 
     def poll(self) -> None:
         """Moves on what can move without waiting."""
-        with self._updating():
+        with self._updating:
             self._gradients.poll()
             self.pipeline.run()
         self.weights.poll()
@@ -234,18 +248,22 @@ class OffloadEngine:
         if hold is not None:
             hold.close()
 
-    def _end_backward_if_open(self) -> None:
+    def _break_off_backward(self) -> None:
+        """A backward whose end has not been heard of was ended by an exception: its gradients are partial."""
         if not self._in_backward:
             return
-        self._in_backward = False
-        while self._holds:
-            self._release_oldest_hold()
+        self._release_holds()
         if isinstance(self._gradients, PassingGradients):
-            for unit in sorted(self._gradients.units, reverse=True):
-                if unit not in self._updated:
-                    with self._updating():
-                        self._update_passing(unit, self._gradients)
+            with self._updating:
+                if self._updated:
+                    raise OffloadError(
+                        f"a backward broke off after {len(self._updated)} of {len(self.partition.units)} units"
+                        " had been updated, which is half a step; restart from the last checkpoint; with"
+                        " offload_optimizer.update 'step' an interrupted backward changes nothing"
+                    )
+            self._gradients.discard()
         self._used_twice.clear()
+        self._in_backward = False
 
     def _backward_order(self) -> Sequence[int]:
         if isinstance(self.weights, StreamedWeights):
@@ -257,7 +275,7 @@ class OffloadEngine:
     def step(self) -> bool:
         """Applies the gradients. False where a gradient was not finite and the whole step was refused."""
         with self._guard():
-            self._end_backward_if_open()
+            self._break_off_backward()
             if isinstance(self._gradients, PassingGradients):
                 applied = self._step_in_backward(self._gradients)
             else:
@@ -269,7 +287,7 @@ class OffloadEngine:
             return applied
 
     def _step_in_backward(self, passing: PassingGradients) -> bool:
-        with self._updating():
+        with self._updating:
             self.pipeline.drain()
         self.pipeline.cancel_announced()
         applied = bool(self._updated)
@@ -294,7 +312,7 @@ class OffloadEngine:
             return False
         scale = min(1.0, self.clip_norm / (norm + 1e-6)) if self.clip_norm else 1.0
         self.weights.enter(Phase.UPDATE)
-        with self._updating():
+        with self._updating:
             for unit, params in enumerate(present):
                 update = self._unit_update(unit, waiting.planes[unit], params, scale, lambda unit: None)
                 self.pipeline.enqueue(update)
@@ -312,13 +330,7 @@ class OffloadEngine:
                 "gradients do not wait for step() with update 'backward': they cannot be clipped by their"
                 " global norm; set offload_optimizer.update to 'step'"
             )
-        present = self._gradients.all_present()
-        norm = self._gradients.norm(present)
-        if math.isfinite(norm) and norm > max_norm:
-            for params in present:
-                for stored in params:
-                    self._gradients.scale(stored, max_norm / (norm + 1e-6))
-        return norm
+        return self._gradients.clip_norm(max_norm)
 
     def _unit_update(
         self,
@@ -352,13 +364,19 @@ class OffloadEngine:
 
     def _reclaim(self) -> bool:
         """A slot for weights is needed and all are held: let an update finish, or a hold for backward go."""
-        with self._updating():
+        if self.close_abandoned():
+            return True
+        with self._updating:
             if self.pipeline.give_way():
                 return True
         if self._holds:
             self._release_oldest_hold()
             return True
         return False
+
+    def _release_holds(self) -> None:
+        while self._holds:
+            self._release_oldest_hold()
 
     def _release_oldest_hold(self) -> None:
         self._holds.pop(next(iter(self._holds))).close()
@@ -376,7 +394,7 @@ class OffloadEngine:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """After a failed transfer the state on disk is not that of any step: nothing goes on."""
+        """After a failed transfer, or half an update, the state is not that of any step: nothing goes on."""
         if self._failure is not None:
             reason = str(self._failure) or type(self._failure).__name__
             raise OffloadError(
@@ -387,23 +405,17 @@ class OffloadEngine:
         try:
             yield
         except TransferError as error:
-            self._failure = error
+            self._stop(error)
             raise
 
-    @contextmanager
-    def _updating(self) -> Iterator[None]:
-        """Whatever breaks an update off, Ctrl-C too, leaves the state of half a step: nothing goes on."""
-        try:
-            yield
-        except BaseException as error:
-            self._failure = error
-            raise
+    def _stop(self, error: BaseException) -> None:
+        self._failure = error
 
     # -- access between steps -----------------------------------------------------------------------------
 
     def settle_updates(self) -> None:
         """Waits until every update begun has been applied and stored."""
-        with self._guard(), self._updating():
+        with self._guard(), self._updating:
             self.pipeline.settle()
 
     def lease_unannounced(self, unit: int) -> Hold:
@@ -458,9 +470,10 @@ class OffloadEngine:
     def close(self) -> None:
         """Ends all transfers and gives back threads, descriptors, files and memory. Idempotent.
 
-        Weights homed in host memory stay readable as ordinary tensors; those homed on nvme are gone.
+        Weights homed in host memory stay readable as ordinary tensors; those homed on nvme are gone. Does
+        nothing in a forked child: transfers and files are its parent's.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._owner_pid:
             return
         self._closed = True
         try:

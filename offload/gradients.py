@@ -146,10 +146,6 @@ class WaitingGradients:
             self.take(stored)
         return present
 
-    def scale(self, stored: StoredParam, factor: float) -> None:
-        """Multiplies what waits for the parameter."""
-        stored.view_elements(self.planes[stored.unit]).mul_(factor)
-
     def scratch(self, unit: int) -> torch.Tensor:
         """Bytes for use before the first gradient, to be left zero."""
         return self.planes[unit].view(torch.uint8)
@@ -171,6 +167,17 @@ class WaitingGradients:
     def poll(self) -> None:
         """Moves on what can move without waiting."""
         self._landing.poll()
+
+    def clip_norm(self, max_norm: float) -> float:
+        """Scales all gradients so that their global norm is at most ``max_norm``; returns the norm before."""
+        present = self.all_present()
+        norm = self.norm(present)
+        if math.isfinite(norm) and norm > max_norm:
+            for params in present:
+                for stored in params:
+                    view = stored.view_elements(self.planes[stored.unit])
+                    view.mul_(max_norm / (norm + 1e-6))
+        return norm
 
     def close(self) -> None:
         """Detaches the gradients from the planes, so that the memory can go."""
@@ -270,6 +277,12 @@ class PassingGradients:
         for stored in self._present.pop(unit):
             stored.param.grad = self._absent[stored]
         self._free.append(self._planes.pop(unit))
+
+    def discard(self) -> None:
+        """Gives all slots back; their gradients are not wanted."""
+        self._present.clear()
+        self._free += self._planes.values()
+        self._planes.clear()
 
     def clear_absent(self) -> None:
         """Makes absent gradients None again: a new step begins."""

@@ -16,11 +16,18 @@ Our pack hook is active during the outermost forward of the model. Inside a chec
 hook is, which saves nothing and runs the block again in backward; that inner forward keeps its unit present
 (what it saves are views of the slot, and the use count of the slot's storage protects it). All other tensors
 are saved as they are, with their version, because torch's check for in-place changes does not see packed ones.
+
+Note [Abandoned forwards]
+torch calls our hook after a forward that has raised an Exception, but not after one that Ctrl-C has ended. What
+such a forward has left open is closed when somebody asks next: it is abandoned if the Python frame that called
+our first hook is not on the stack any more.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -52,14 +59,28 @@ class WatchedParameters(dict[str, Any]):
 
 
 class _Frame:
-    """One forward that is running: what it holds, and what it popped or pushed."""
+    """One forward that is running: what it holds, and the hooks it has pushed."""
 
-    __slots__ = ("holds", "saving", "units")
+    __slots__ = ("caller", "holds", "saving", "units")
 
-    def __init__(self, units: tuple[int, ...]) -> None:
-        self.units = units
+    def __init__(self, units: tuple[int, ...], caller: FrameType) -> None:
+        self.units, self.caller = units, caller
         self.holds: list[Hold] = []
-        self.saving: Any = None
+        self.saving: torch.autograd.graph.saved_tensors_hooks | None = None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether it has ended without our being told. See Note [Abandoned forwards]."""
+        running: FrameType | None = sys._getframe(1)
+        while running is not None and running is not self.caller:
+            running = running.f_back
+        return running is None
+
+    def close(self) -> None:
+        if self.saving is not None:
+            _deactivate(self.saving)
+        for hold in self.holds:
+            hold.close()
 
 
 class _PackedWeight:
@@ -81,6 +102,7 @@ class ModuleHooks:
 
     def __init__(self, model: nn.Module, engine: OffloadEngine) -> None:
         self._engine, self._model = engine, model
+        engine.close_abandoned = self._close_abandoned
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
         self._frames: list[_Frame] = []
@@ -118,8 +140,9 @@ class ModuleHooks:
     # -- forward ------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
+        self._close_abandoned()
         recomputing = _in_backward()
-        frame = _Frame(self._units_of[module])
+        frame = _Frame(self._units_of[module], sys._getframe(1))
         self._frames.append(frame)  # first, because `_after_forward` is called even if the rest fails
         if len(self._frames) == 1 and not recomputing:
             self._run.clear()
@@ -141,12 +164,19 @@ class ModuleHooks:
 
     def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
         frame = self._frames.pop()
-        if frame.saving is not None:
-            frame.saving.__exit__(None, None, None)
-        if frame.holds and torch.is_grad_enabled():
-            self._announce_backward(frame, output)
-        for hold in frame.holds:
-            hold.close()
+        try:
+            if frame.holds and torch.is_grad_enabled():
+                self._announce_backward(frame.units, output)
+        finally:
+            frame.close()
+
+    def _close_abandoned(self) -> bool:
+        """Closes forwards that have ended without our being told; whether there were any."""
+        found = False
+        while self._frames and self._frames[-1].is_abandoned:
+            self._frames.pop().close()
+            found = True
+        return found
 
     def _refuse_unknown(self) -> None:
         """Raises where a parameter would not be trained as its user thinks. Runs often: a bare walk."""
@@ -181,11 +211,11 @@ class ModuleHooks:
             " not be trained; set requires_grad before offload.prepare"
         )
 
-    def _announce_backward(self, frame: _Frame, output: Any) -> None:
+    def _announce_backward(self, units: tuple[int, ...], output: Any) -> None:
         """Leases the units when the gradient of the output arrives."""
 
         def arrived(_grad: torch.Tensor) -> None:
-            for unit in frame.units:
+            for unit in units:
                 self._note_backward(unit)
 
         for tensor in _tensors(output):
@@ -204,6 +234,7 @@ class ModuleHooks:
         stored = engine.partition.of_param.get(param)
         if stored is None or self._reading or not engine.is_open:
             return
+        self._close_abandoned()
         if any(stored.unit in frame.units for frame in self._frames):
             return
         self._reading = True
@@ -219,7 +250,7 @@ class ModuleHooks:
 
     # -- saved tensors ------------------------------------------------------------------------------------
 
-    def _save_weights(self) -> Any:
+    def _save_weights(self) -> torch.autograd.graph.saved_tensors_hooks | None:
         """Activates our saved-tensor hooks, unless a checkpoint around us has its own."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if outer is not None and "checkpoint" in getattr(outer[0], "__qualname__", ""):
@@ -309,6 +340,18 @@ def _own_params(module: nn.Module) -> Iterable[nn.Parameter]:
             yield from child.parameters()
 
 
+def _deactivate(saving: torch.autograd.graph.saved_tensors_hooks) -> None:
+    """Takes saved-tensor hooks off, also from below others that have been activated since."""
+    above = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        if top[0] is saving.pack_hook:
+            break
+        above.append(top)
+    for pack, unpack in reversed(above):
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def _tensors(output: Any) -> Iterable[torch.Tensor]:
     return (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
 
@@ -319,7 +362,7 @@ def _in_backward() -> bool:
 
 
 def _pack_versioned(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return tensor, tensor._version
+    return tensor.detach(), tensor._version  # a node that saved its own output would keep itself alive
 
 
 def _unpack_versioned(packed: tuple[torch.Tensor, int]) -> torch.Tensor:

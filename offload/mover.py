@@ -202,7 +202,8 @@ class Mover:
         """Starts the lifts that the trace has asked for, as far as their host halves are there."""
         while self._lifts is not None and self._wanted:
             copy = self.residency.copies[self._wanted[0]]
-            if copy.state is BlockState.LOADING and self._tickets[copy.block].done():
+            ticket = self._tickets.get(copy.block)
+            if copy.state is BlockState.LOADING and ticket is not None and ticket.done():
                 self._finish(copy.block)
             if not copy.readable or copy.slot is None:
                 return
@@ -260,20 +261,26 @@ class Mover:
         self.scheduler.deviated(unit, self.residency.present)
 
     def _fetch(self, unit: int, priority: int) -> None:
-        copy = self.residency.begin(unit)
+        self.residency.begin(unit)
+        self._read_into_slot(unit, priority)
+
+    def _read_into_slot(self, unit: int, priority: int) -> None:
         try:
-            if copy.slot is None:
+            slot = self.residency.copies[unit].slot
+            if slot is None:
                 raise AssertionError(f"unit {unit} has no slot")
-            self.slots[copy.slot].emptied()
+            self.slots[slot].emptied()
             if self._lifts is not None:
-                self._lifts.settle(copy.slot)
-                self._lifts.spoil(copy.slot)
-            self._tickets[unit] = self._read(unit, copy.slot, priority)
-        except BaseException:
+                self._lifts.settle(slot)
+                self._lifts.spoil(slot)
+            self._tickets[unit] = self._read(unit, slot, priority)
+        except Exception:
             self.residency.drop(unit)
             raise
 
     def _finish(self, unit: int) -> None:
+        if unit not in self._tickets:  # Ctrl-C has come between the slot and the read, or after the read
+            self._read_into_slot(unit, NEEDED_NOW)
         ticket = self._tickets[unit]
         try:
             if ticket.done():

@@ -143,6 +143,22 @@ class _Writing:
     tickets: tuple[Ticket, Ticket]
 
 
+class Unbroken:
+    """Around what leaves the state of half a step where it is broken off: an error, Ctrl-C."""
+
+    __slots__ = ("_on_break",)
+
+    def __init__(self, on_break: Callable[[BaseException], None]) -> None:
+        self._on_break = on_break
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None:
+            self._on_break(error)
+
+
 class OptimizerPipeline:
     """Order and depth of updates; not Adam, not files. See Note [Life of a chunk]."""
 

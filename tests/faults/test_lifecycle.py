@@ -86,7 +86,7 @@ def child(number, seconds, update):
 
 rng = random.Random(7)
 kinds = [(s, u) for s in (signal.SIGTERM, signal.SIGINT) for u in ("step", "backward") * 5]
-moments = [(number, rng.uniform(0.0, 0.7), update) for number, update in kinds]
+moments = [(number, rng.uniform(0.0, 0.3), update) for number, update in kinds]
 for number, seconds, update in moments:
     pid = os.fork()
     if pid == 0:
@@ -211,6 +211,67 @@ print(os.waitpid(pid, 0)[1], optimizer.engine.report().steps, len(swap_left()))
 def test_i15_workers_forked_before_and_after_touch_nothing(run):
     result = run(WORKERS)
     assert result.stdout.split() == ["0", "13", "1"], result.stdout + result.stderr
+
+
+CHILDREN = """
+def refuses(use):
+    try:
+        use()
+    except (ValueError, offload.OffloadError) as error:
+        return "belongs to process" in str(error)
+
+def child(way):
+    if way == "exception":
+        raise KeyError("a mistake in a worker")
+    if way == "sys.exit":
+        sys.exit(3)
+    if way == "abort":
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.abort()
+    if way in ("SIGKILL", "SIGTERM"):
+        os.kill(os.getpid(), getattr(signal, way))
+    if way == "close":
+        engine.close()
+    if way == "use":
+        assert refuses(lambda: model(x)) and refuses(lambda: model(x))
+    if way == "end":
+        globals().pop("model"), globals().pop("optimizer"), globals().pop("engine")
+        gc.collect()
+    sys.exit(0)
+
+def losses(ways):
+    global model, optimizer, engine, x
+    model, optimizer = offload.prepare(Tiny(8), config(swap))
+    engine, x = optimizer.engine, torch.full((2, 48), 0.1, dtype=torch.bfloat16)
+    seen = []
+    for way in ways:
+        loss = model(x)  # reads ahead are in flight
+        if way:
+            pid = os.fork()
+            if pid == 0:
+                sys.stderr = open(os.devnull, "w")
+                child(way)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            print(way, status, len(swap_left()), flush=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    engine.close()
+    return seen
+
+ways = ["exception", "sys.exit", "abort", "SIGKILL", "SIGTERM", "close", "use", "end"]
+forked = losses(ways)
+print(forked == losses([None] * len(ways)), swap_left())
+"""
+
+
+def test_i15_a_child_that_crashes_or_closes_hurts_nothing(swap_path):
+    result = run(CHILDREN, swap_path)
+    assert result.stdout.splitlines() == [
+        "exception 1 1", "sys.exit 3 1", "abort -6 1", "SIGKILL -9 1", "SIGTERM -15 1", "close 0 1", "use 0 1",
+        "end 0 1", "True []",
+    ], result.stdout + result.stderr  # fmt: skip
 
 
 FILE_LIMIT = """
@@ -394,3 +455,26 @@ def test_averaged_weights_of_a_model_in_host_memory(swap_path):
         for name, value in averaged.module.state_dict().items():
             torch.testing.assert_close(value.float(), expected[name], rtol=1e-2, atol=1e-3)
         averaged(torch.full((2, 48), 0.1, dtype=torch.bfloat16))
+
+
+def uses(storage):
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def test_a_dropped_graph_frees_its_activations_at_once(swap_path):
+    """No reference cycle goes through a hook or a saved tensor: memory does not wait for the collector."""
+    model, optimizer = offload.prepare(Tiny(), config(swap_path))
+    with contextlib.closing(optimizer.engine):
+        train(model, optimizer, 1)
+        gc.collect()
+        gc.disable()
+        try:
+            x = torch.full((2, 48), 0.1, dtype=torch.bfloat16)
+            storage = x.untyped_storage()
+            loss = model(x)
+            del x
+            assert uses(storage) > 1, "the first block's gradient needs it"
+            del loss
+            assert uses(storage) == 1
+        finally:
+            gc.enable()

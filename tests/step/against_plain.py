@@ -106,7 +106,8 @@ def train_offloaded(
         assert ledger.steps == len(outcome.losses)
         assert ledger.skipped_steps == 0
         for stored, state in offload.optimizer_state(engine):
-            outcome.masters[stored.name] = offload.read_master(engine, stored)
+            master = state.get("master")
+            outcome.masters[stored.name] = offload.read_master(engine, stored) if master is None else master
             outcome.moments[stored.name] = torch.stack([state["exp_avg"], state["exp_avg_sq"]])
     return outcome
 

@@ -239,9 +239,8 @@ def train_offloaded(training: Training, placement: Placement, swap_path: Any) ->
         if not training.evaluate and not training.tied:  # the plan foresees units in their order only
             assert +ledger.moved == ledger.predicted
         for stored, state in offload.optimizer_state(engine):
-            outcome.masters[stored.name] = state.get("master", None)
-            if outcome.masters[stored.name] is None:
-                outcome.masters[stored.name] = offload.read_master(engine, stored)
+            master = state.get("master")
+            outcome.masters[stored.name] = offload.read_master(engine, stored) if master is None else master
             outcome.moments[stored.name] = torch.stack([state["exp_avg"], state["exp_avg_sq"]])
     return outcome
 

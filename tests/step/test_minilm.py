@@ -36,7 +36,7 @@ PAIRS = [
 ]
 STEPS = 3
 LR = 2e-5
-CHUNK = 1 << 22
+CHUNK = 1 << 18
 ZERO_GRADIENT = ("key.bias",)
 """Softmax does not change when every key is moved by the same vector."""
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +188,7 @@ def test_nothing_is_left_but_the_out_directory(finished: tuple[Path, dict[str, A
 
 
 EXPORTING = """
-import json, sys, torch
+import json, torch
 from pathlib import Path
 from offload.cli import finetune, training
 
@@ -201,7 +201,7 @@ def spy(job, model, optimizer):
     expected.append(output if isinstance(output, torch.Tensor) else output.logits)
     original(job, model, optimizer)
 training._export = spy
-arguments = json.loads(sys.argv[1])
+arguments = {arguments}
 for name in ("config_path", "data", "out", "export", "tokenizer"):
     arguments[name] = arguments[name] and Path(arguments[name])
 finetune.run(finetune.Request(**arguments))
@@ -212,16 +212,17 @@ import transformers
 model = transformers.AutoModelForCausalLM.from_pretrained(arguments["export"]).eval()
 with torch.no_grad():
     logits = model(ids).logits
-print(json.dumps({
+print(json.dumps({{
     "dtype": str(model.dtype), "difference": (logits - expected[0]).abs().max().item(),
     "size": logits.abs().max().item(), "same": torch.equal(logits, expected[0]),
-    "eos": model.config.eos_token_id}))
+    "eos": model.config.eos_token_id}}))
 """
 
 
-def run_exporting(folder: Path, **changes: Any) -> dict[str, Any]:
+@pytest.fixture
+def run_exporting(tmp_path: Path, run_forked: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     """Trains in a process of its own, exports, and opens the export with transformers in the same process."""
-    arguments = {
+    given = {
         "config_path": "run.json",
         "model": "preset:10m",
         "data": "data.txt",
@@ -233,15 +234,20 @@ def run_exporting(folder: Path, **changes: Any) -> dict[str, Any]:
         "tokenizer": None,
         "seed": 0,
         "quiet": True,
-        **changes,
     }
-    return dict(json.loads(run_python(folder, "-c", EXPORTING, json.dumps(arguments)).splitlines()[-1]))
+
+    def run(**changes: Any) -> dict[str, Any]:
+        result = run_forked(EXPORTING.format(arguments=given | changes), tmp_path)
+        assert result.returncode == 0, (result.stdout, result.stderr)
+        return dict(json.loads(result.stdout.splitlines()[-1]))
+
+    return run
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_export_opens_in_transformers(tmp_path: Path, bf16: bool) -> None:
+def test_export_opens_in_transformers(tmp_path: Path, bf16: bool, run_exporting: Callable[..., Any]) -> None:
     prepare_folder(tmp_path, run_config(tmp_path / "swap", bf16=bf16))
-    found = run_exporting(tmp_path)
+    found = run_exporting()
     assert found["dtype"] == ("torch.bfloat16" if bf16 else "torch.float32")
     assert found["eos"] == ByteTokenizer.eos_id
     # The same numbers by other operations: 3 digits of bf16, 7 of fp32.
@@ -249,7 +255,9 @@ def test_export_opens_in_transformers(tmp_path: Path, bf16: bool) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_saved_model_is_trained_as_plain_transformers_trains_it(tmp_path: Path) -> None:
+def test_a_saved_model_is_trained_as_plain_transformers_trains_it(
+    tmp_path: Path, run_exporting: Callable[..., Any]
+) -> None:
     """A tied GPT-2 with its own tokenizer, accumulated micro-batches, a schedule, and the export of it."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
@@ -272,7 +280,7 @@ def test_a_saved_model_is_trained_as_plain_transformers_trains_it(tmp_path: Path
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     tokenizer.save(str(tmp_path / "saved" / "tokenizer.json"))
 
-    found = run_exporting(tmp_path, model="saved", out="out", seq=24, steps=3)
+    found = run_exporting(model="saved", out="out", seq=24, steps=3)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     state = {name for name in report["planes"] if name != "nvme_read.weight"}  # tied: its unit is used twice
     assert {name: report["planes"][name] for name in state} == {

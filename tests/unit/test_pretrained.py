@@ -343,7 +343,7 @@ def test_meta_model_filled_from_the_checkpoint_is_the_model(tmp_path: Path) -> N
     assert torch.equal(meta(IDS).logits, model(IDS).logits)
 
 
-def test_meta_model_leaves_no_hook_and_no_memory(tmp_path: Path) -> None:
+def test_meta_model_leaves_no_hook_and_no_memory(tmp_path: Path, run_forked: Callable[..., Any]) -> None:
     """2.7 GB of parameters take no memory; afterwards modules are built as ever."""
     LlamaConfig(hidden_size=4096, num_hidden_layers=2, intermediate_size=11008).save_pretrained(tmp_path)
     code = (
@@ -355,7 +355,8 @@ def test_meta_model_leaves_no_hook_and_no_memory(tmp_path: Path) -> None:
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, whole);"
         "sys.exit(torch.nn.Linear(2, 2).weight.is_meta)"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = run_forked(code)
+    assert done.returncode == 0, done.stderr
     grown, whole = map(int, done.stdout.split())  # KiB
     assert whole > 2 << 20 and grown < 100 << 10
     with pytest.raises(CheckpointError, match=r"config.json is missing"):

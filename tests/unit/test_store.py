@@ -27,19 +27,6 @@ MiB = 1 << 20
 FORKS_WITH_THREADS = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 
-def start(script, *arguments):
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": ROOT}
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-
-
 OWNER = """
 import sys
 from offload.store import SwapDirectory
@@ -53,7 +40,13 @@ directory.close()
 @pytest.fixture
 def owner(swap_path):
     """A process that owns a directory in the swap path."""
-    process = start(OWNER, swap_path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(swap_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )
     process.path = Path(process.stdout.readline().strip())
     yield process
     process.communicate()
@@ -127,20 +120,20 @@ def test_unusable_path_is_refused_by_name(tmp_path, kind, message):
 
 
 UNPRIVILEGED = """
-import os, sys
+import os
 from offload.store import SwapDirectory
 from offload.errors import StoreError
 if os.getuid() == 0:
     os.setgid(65534); os.setuid(65534)
 try:
-    SwapDirectory(sys.argv[1])
+    SwapDirectory({path!r})
 except StoreError as error:
     print(error)
 """
 
 
 @pytest.mark.parametrize("mode", [0o555, 0o666])
-def test_unwritable_path(tmp_path, mode):
+def test_unwritable_path(tmp_path, mode, run_forked):
     """As an ordinary user: root may write anywhere, so the test gives its rights up first."""
     path = tmp_path / "swap"
     path.mkdir()
@@ -150,11 +143,9 @@ def test_unwritable_path(tmp_path, mode):
             if os.getuid() != 0 or not str(parent).startswith("/tmp/pytest"):
                 break
             parent.chmod(0o755)
-    out, error = start(UNPRIVILEGED, path).communicate(timeout=60)
+    result = run_forked(UNPRIVILEGED.format(path=str(path)))
     path.chmod(0o755)
-    if not out and "PermissionError" in error:
-        pytest.skip("an ordinary user cannot read this checkout or this directory")
-    assert "nvme_path" in out and str(path) in out, error
+    assert "nvme_path" in result.stdout and str(path) in result.stdout, result.stderr
     assert list(path.iterdir()) == []
 
 
@@ -228,9 +219,9 @@ def test_a_forked_child_does_not_remove(swap_path):
 
 
 ORPHAN = """
-import os, sys, time
+import os, time
 from offload.store import SwapDirectory
-directory = SwapDirectory(sys.argv[1])
+directory = SwapDirectory({path!r})
 child = os.fork()
 if child == 0:
     os.close(0); os.close(1); os.close(2)
@@ -241,11 +232,9 @@ os._exit(1)
 """
 
 
-def test_a_forked_child_does_not_hold_the_lock(swap_path):
+def test_a_forked_child_does_not_hold_the_lock(swap_path, run_forked):
     """A worker that outlives its parent does not make the parent's directory look owned."""
-    process = start(ORPHAN, swap_path)
-    child, path = process.stdout.readline().split()
-    process.wait()
+    child, path = run_forked(ORPHAN.format(path=str(swap_path))).stdout.split()
     try:
         assert Path(path).is_dir()
         directory = SwapDirectory(swap_path)
@@ -253,29 +242,28 @@ def test_a_forked_child_does_not_hold_the_lock(swap_path):
         directory.close()
     finally:
         os.kill(int(child), signal.SIGKILL)
-        process.communicate()
 
 
-RACER = """
-import sys
+RACERS = """
+import os, sys, time
 from offload.store import SwapDirectory
-sys.stdin.readline()
-for _ in range(60):
-    directory = SwapDirectory(sys.argv[1])
-    assert (directory.path / "owner.json").is_file(), "taken away"
-    directory.close()
+start, racers = time.monotonic() + 0.1, []
+for _ in range(2):
+    racers.append(os.fork())
+    if racers[-1] == 0:
+        time.sleep(start - time.monotonic())
+        for _ in range(60):
+            directory = SwapDirectory({path!r})
+            assert (directory.path / "owner.json").is_file(), "taken away"
+            directory.close()
+        os._exit(0)
+sys.exit(any([os.waitpid(racer, 0)[1] for racer in racers]))
 """
 
 
-def test_starters_do_not_take_each_other_for_stale(swap_path):
-    racers = [start(RACER, swap_path) for _ in range(2)]
-    for racer in racers:
-        racer.stdin.write("\n")
-        racer.stdin.flush()
-    for racer in racers:
-        _, error = racer.communicate(timeout=60)
-        assert racer.returncode == 0, error
-        assert "removing" not in error
+def test_starters_do_not_take_each_other_for_stale(swap_path, run_forked):
+    result = run_forked(RACERS.format(path=str(swap_path)))
+    assert result.returncode == 0 and "removing" not in result.stderr, result.stderr
 
 
 # -- space ------------------------------------------------------------------------------------------------
