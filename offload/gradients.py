@@ -325,13 +325,16 @@ def explain_not_finite(grads: Iterable[tuple[StoredParam, torch.Tensor]], *, may
 
 
 def allow_grad_dtype(stored: StoredParam, dtype: torch.dtype) -> None:
-    """Lets a parameter have a gradient of another type than its own."""
+    """Lets a parameter have a gradient of another type than its own.
+
+    What autograd adds within one backward it adds in the parameter's type, as ever: "any type" casts nothing.
+    """
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise ConfigError(
             f"gradients of {stored.dtype} weights in {dtype} need torch >= 2.10, this is {torch.__version__};"
             " set data_types.grad_accum_dtype to the compute type"
         )
-    stored.param.grad_dtype = dtype
+    stored.param.grad_dtype = None
 
 
 def _zero_padding(plane: torch.Tensor, params: list[StoredParam]) -> None:

@@ -1,8 +1,9 @@
 """Brings weights from host memory to the device that computes with them, and says when that must be done anew.
 
 Every slot has a device half. It is *fresh* while it equals the host bytes of the unit in the slot; a fetch of
-another unit or an update of this one makes it stale, and a lift makes it fresh again. When a lift starts depends
-on the trace only (`Mover.use`), so the bytes on the link can be predicted.
+another unit makes all of it stale, an update only the trained part, which lies at the front: frozen weights stay.
+A lift makes it fresh again. When one starts depends on the trace only (`Mover.use`), so the bytes on the link can
+be predicted.
 """
 
 from __future__ import annotations
@@ -32,39 +33,60 @@ class Lifts:
         """
         self.halves = halves
         self._accelerator, self._links, self._host_bytes = accelerator, links, host_bytes
-        self._idle: list[Event] = [accelerator.compute.record() for _ in halves]
-        self._arrival: list[Event | None] = [None] * len(halves)  # None: stale
+        self._stale = [half.numel() for half in halves]  # bytes at the front that differ from the host's
+        now = accelerator.compute.record()
+        self._idle: list[Event] = [now] * len(halves)
+        self._arrival: list[Event] = [now] * len(halves)
+        self._changing: set[int] = set()
 
-    def start(self, slot: int, unit: int) -> None:
-        """Starts to make the half fresh, if it is not."""
-        if self._arrival[slot] is None:
-            host = self._host_bytes(unit, slot)
-            half = self.halves[slot][: host.numel()]
-            self._arrival[slot] = self._links.to_device(
-                half, host, [("weight", host.numel())], idle=self._idle[slot]
-            )
+    def start(self, slot: int, unit: int, *, is_read: bool = False) -> None:
+        """Starts to make the half fresh, if it is not.
 
-    def show(self, slot: int, unit: int) -> torch.Tensor:
-        """The half, for compute: what is issued from now on finds it fresh."""
-        self.start(slot, unit)
-        arrival = self._arrival[slot]
-        if arrival is None:
-            raise AssertionError(f"unit {unit} has not been lifted")
-        self._accelerator.compute.wait(arrival)
-        return self.halves[slot]
+        Args:
+            is_read: compute may have read the half since it became stale.
+        """
+        if not self._stale[slot]:
+            return
+        is_changing = unit in self._changing
+        if is_changing and self._stale[slot] < self.halves[slot].numel():
+            return  # backward may still need the frozen part, which is fresh
+        if is_read:
+            self._idle[slot] = self._accelerator.compute.record()
+        host = self._host_bytes(unit, slot)[: self._stale[slot]]
+        half = self.halves[slot][: host.numel()]
+        self._arrival[slot] = self._links.to_device(
+            half, host, [("weight", host.numel())], idle=self._idle[slot]
+        )
+        self._stale[slot] = 0
+        if is_changing:
+            self._arrival[slot].wait()
+
+    def show(self, slot: int, unit: int, *, is_read: bool) -> None:
+        """Makes the half fresh for what compute is asked from now on."""
+        self.start(slot, unit, is_read=is_read)
+        self._accelerator.compute.wait(self._arrival[slot])
+
+    def begin_change(self, slot: int | None, unit: int) -> None:
+        """Waits until no copy reads the unit's host bytes: they may change, until :meth:`end_change`."""
+        self._changing.add(unit)
+        if slot is not None:
+            self._arrival[slot].wait()
+
+    def end_change(self, unit: int) -> None:
+        """The unit's host bytes do not change any more. Idempotent."""
+        self._changing.discard(unit)
 
     def settle(self, slot: int) -> None:
-        """Waits until no copy reads the host bytes: they may change then."""
-        arrival = self._arrival[slot]
-        if arrival is not None:
-            arrival.wait()
+        """Waits until no copy reads the host bytes."""
+        self._arrival[slot].wait()
 
-    def spoil(self, slot: int) -> None:
-        """The host bytes differ from the half from now on, and nobody looks at the half any more."""
-        if self._arrival[slot] is not None:
-            self._arrival[slot] = None
+    def spoil(self, slot: int, size: int | None = None) -> None:
+        """The first ``size`` host bytes, or all, differ from the half's, at which nobody looks any more."""
+        size = self.halves[slot].numel() if size is None else size
+        if self._stale[slot] < size:
             self._idle[slot] = self._accelerator.compute.record()
-            self._accelerator.forget(self.halves[slot])
+            self._stale[slot] = size
+            self._accelerator.forget(self.halves[slot][:size])
 
     def has_changed(self, slot: int) -> None:
         """The half has been updated by compute, and its host bytes follow: both stay equal."""

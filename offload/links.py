@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from .accel import Accelerator, Event
+from .accel import Accelerator, Event, native_watchers
 from .aio import Queue
 from .bytesize import MiB
 from .errors import TransferError
@@ -91,11 +91,15 @@ class NvmeLinks:
     ) -> Ticket:
         """Fills ``buffer`` (uint8) from the file; ``planes`` says which plane has how many of its bytes."""
         self._count("nvme_read", planes, buffer)
+        for watch in native_watchers:
+            watch(buffer, True)
         return self._queue.read(buffer_of(buffer), offset, priority=priority)
 
     def write(self, buffer: torch.Tensor, offset: int, planes: Sequence[tuple[str, int]]) -> Ticket:
         """Writes ``buffer`` (uint8), which must not change until the ticket is done."""
         self._count("nvme_write", planes, buffer)
+        for watch in native_watchers:
+            watch(buffer, False)
         return self._queue.write(buffer_of(buffer), offset, priority=WRITE_BACK)
 
     def seconds(self) -> tuple[float, float]:

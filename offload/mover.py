@@ -179,19 +179,23 @@ class Mover:
         copy = self.residency.copies[unit]
         return copy.readable and self._slot(copy).is_attached
 
-    def spoil(self, unit: int) -> None:
-        """The unit's host half has changed: where it has a device half, that is worth nothing any more."""
+    def begin_change(self, unit: int) -> None:
+        """Waits until the unit's host bytes may change: what has changed is lifted after :meth:`end_change`."""
+        if self._lifts is not None:
+            self._lifts.begin_change(self.residency.copies[unit].slot, unit)
+
+    def end_change(self, unit: int) -> None:
+        """The unit's host bytes do not change any more. Idempotent."""
+        if self._lifts is not None:
+            self._lifts.end_change(unit)
+
+    def spoil(self, unit: int, size: int | None = None) -> None:
+        """The first ``size`` host bytes of the unit, or all, have changed: its device half is worth less now."""
         copy = self.residency.copies[unit]
         if self._lifts is None or copy.slot is None:
             return
         self._hide(unit)
-        self._lifts.spoil(copy.slot)
-
-    def settle_lift(self, unit: int) -> None:
-        """Waits until no lift reads the unit's host half: it may be changed then."""
-        slot = self.residency.copies[unit].slot
-        if self._lifts is not None and slot is not None:
-            self._lifts.settle(slot)
+        self._lifts.spoil(copy.slot, size)
 
     def has_changed(self, unit: int) -> None:
         """The device half of a present unit has been updated by compute."""
@@ -207,7 +211,8 @@ class Mover:
                 self._finish(copy.block)
             if not copy.readable or copy.slot is None:
                 return
-            self._lifts.start(copy.slot, copy.block)
+            if not self._slot(copy).is_looked_at:  # else compute may read it until its use
+                self._lifts.start(copy.slot, copy.block)
             self._wanted.pop(0)
 
     def refresh(self, unit: int) -> None:
@@ -233,8 +238,9 @@ class Mover:
 
     def close(self) -> None:
         """Waits for what is in flight, whatever its outcome, so that the slots may go."""
-        for unit in range(len(self.residency.copies)):
-            self.settle_lift(unit)
+        for slot in range(len(self.slots)):
+            if self._lifts is not None:
+                self._lifts.settle(slot)
         wait_for_end(self._tickets.values())
         self._tickets.clear()
 
@@ -269,10 +275,10 @@ class Mover:
             slot = self.residency.copies[unit].slot
             if slot is None:
                 raise AssertionError(f"unit {unit} has no slot")
-            self.slots[slot].emptied()
             if self._lifts is not None:
                 self._lifts.settle(slot)
                 self._lifts.spoil(slot)
+            self.slots[slot].emptied()
             self._tickets[unit] = self._read(unit, slot, priority)
         except Exception:
             self.residency.drop(unit)
@@ -302,7 +308,7 @@ class Mover:
         copy = self.residency.copies[unit]
         slot = self._slot(copy)
         if self._lifts is not None and copy.slot is not None:
-            self._lifts.show(copy.slot, unit)
+            self._lifts.show(copy.slot, unit, is_read=slot.is_looked_at)
         if not slot.is_attached:
             slot.repoint(lambda: self._attach(unit, slot.tensor))
             slot.is_attached = True

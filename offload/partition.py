@@ -17,6 +17,7 @@ comes was absent when it was computed with: the result is NaN, and that is said.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -184,7 +185,7 @@ class Partition:
         """Of each unit, the parameters that are trained, in the order of their planes."""
         self._markers: list[torch.Tensor] = []  # of each unit: one element per parameter
         self._lost: list[str] = []  # parameters that user code has written to, in vain
-        self._used_absent: list[str] = []  # parameters that user code has computed with while absent
+        self._used_absent: list[StoredParam] = []  # parameters that user code has computed with while absent
         for unit, layout in enumerate(self.inventory.units):
             stored = []
             markers = torch.full((len(layout.params),), math.nan, dtype=self.dtype, device=device)
@@ -218,9 +219,7 @@ class Partition:
     def attach(self, unit: int, plane: torch.Tensor) -> None:
         """Points the unit's parameters at their bytes in ``plane`` (uint8)."""
         self._note_marked(unit)
-        self._used_absent += [
-            stored.name for stored in self.units[unit] if stored.is_saved and stored.is_absent
-        ]
+        self._used_absent += [stored for stored in self.units[unit] if stored.is_saved and stored.is_absent]
         self._lost += [stored.name for stored in self.units[unit] if stored.point(stored.view(plane))]
 
     def refuse_misuse(self) -> None:
@@ -232,7 +231,12 @@ class Partition:
                 " write inside `with offload.gather(parameters, modify=True)`"
             )
         if self._used_absent:
-            names, self._used_absent = ", ".join(dict.fromkeys(self._used_absent)), []
+            gc.collect()  # a graph that nobody has any more may hang in a cycle, as after an exception
+            used = [stored.name for stored in dict.fromkeys(self._used_absent) if stored.is_saved]
+            self._used_absent.clear()
+            if not used:
+                return
+            names = ", ".join(used)
             raise OffloadError(
                 f"{names} was computed with outside the model's forward while absent, which gives NaN;"
                 f" {GATHER_LOSS}"

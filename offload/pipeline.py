@@ -101,6 +101,9 @@ class Weights(Protocol):
     def store(self, unit: int, begin: int, end: int) -> Ticket:
         """Brings bytes [begin, end) of the changed plane home."""
 
+    def updated(self, unit: int) -> None:
+        """Everything that changes has changed."""
+
     def end_update(self, unit: int) -> None:
         """Everything changed has been stored."""
 
@@ -369,6 +372,7 @@ class OptimizerPipeline:
         tickets = (self._states.store(chunk, buffer), self._weights.store(update.unit, begin, end))
         self._writing.append(_Writing(chunk, update, buffer, tickets))
         if not update.chunks_left:
+            self._weights.updated(update.unit)
             update.on_updated(update.unit)
 
     def _begin(self, update: UnitUpdate, *, in_backward: bool) -> None:

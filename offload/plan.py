@@ -372,12 +372,18 @@ class MemoryPlan:
         moved: Counter[LinkPlane] = Counter()
         updated = steps * self.inventory.elements * self.inventory.weight_itemsize
         on_device = self.placement.updates_on_device
-        steps_moves = steady_moves(self.scheduler(), steps, updates_on_device=on_device)
+        trained = [index for index, unit in enumerate(self.inventory.units) if unit.elements]
+        steps_moves = steady_moves(
+            self.scheduler(), steps, updated=() if on_device else trained, updates_on_device=on_device
+        )
         if self.placement.param_home == "nvme":
             moved["nvme_write", "weight"] += updated
             moved["nvme_read", "weight"] += sum(self._bytes_of(moves.fetched) for moves in steps_moves)
         if self.placement.has_device:
-            moved["h2d", "weight"] += sum(self._bytes_of(moves.lifted) for moves in steps_moves)
+            for moves in steps_moves:
+                moved["h2d", "weight"] += self._bytes_of(moves.lifted)
+                renewed = sum(self.inventory.units[unit].elements for unit in moves.renewed)
+                moved["h2d", "weight"] += renewed * self.inventory.weight_itemsize
             if on_device:
                 moved["d2h", "weight"] += updated
         return moved

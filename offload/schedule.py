@@ -247,43 +247,60 @@ class StepMoves:
 
     fetched: tuple[int, ...]
     lifted: tuple[int, ...]
+    """As a whole."""
+    renewed: tuple[int, ...]
+    """What an update has changed."""
 
 
 def count_moves(
-    scheduler: PrefetchScheduler, steps: int, *, updates_on_device: bool = False
+    scheduler: PrefetchScheduler,
+    steps: int,
+    *,
+    updated: Collection[int] = (),
+    updates_on_device: bool = False,
 ) -> list[StepMoves]:
     """What moves in each step of a run that follows the trace, with nothing present at first.
 
     Args:
         scheduler: a fresh one; it is advanced. A step's fetches include those that it makes for the next.
-        updates_on_device: an update leaves the device half fresh; otherwise that of every updated unit is stale.
+        updated: units whose device half an update on the host leaves behind.
+        updates_on_device: the update reads weights from the device half.
     """
-    updated = set(scheduler.order(Phase.BACKWARD))
     units = range(scheduler.unit_count)
-    fresh: set[int] = set()
+    on_device: set[int] = set()
+    behind: set[int] = set()
     moved: list[StepMoves] = []
     for _ in range(steps):
         fetched: list[int] = []
         lifted: list[int] = []
+        renewed: list[int] = []
         for phase in [Phase.FORWARD, Phase.BACKWARD] * scheduler.micro_batches + [Phase.UPDATE]:
             scheduler.enter(phase, ())
             for unit in scheduler.order(phase):
                 scheduler.use(unit, ())
                 for move in scheduler.next_moves(evictable=units, free_slots=scheduler.unit_count):
                     fetched.append(move.unit)
-                    fresh -= {move.unit, move.evict}
-                if (phase is not Phase.UPDATE or updates_on_device) and unit not in fresh:
+                    on_device -= {move.unit, move.evict}
+                if phase is Phase.UPDATE and not updates_on_device:
+                    continue
+                if unit not in on_device:
                     lifted.append(unit)
-                    fresh.add(unit)
-        if not updates_on_device:
-            fresh -= updated
-        moved.append(StepMoves(tuple(fetched), tuple(lifted)))
+                elif unit in behind:
+                    renewed.append(unit)
+                on_device.add(unit)
+                behind.discard(unit)
+        behind.update(updated)
+        moved.append(StepMoves(tuple(fetched), tuple(lifted), tuple(renewed)))
     return moved
 
 
 def steady_moves(
-    scheduler: PrefetchScheduler, steps: int, *, updates_on_device: bool = False
+    scheduler: PrefetchScheduler,
+    steps: int,
+    *,
+    updated: Collection[int] = (),
+    updates_on_device: bool = False,
 ) -> list[StepMoves]:
     """As :func:`count_moves` for any number of steps: from the third on, all are the same."""
-    known = count_moves(scheduler, min(steps, 3), updates_on_device=updates_on_device)
+    known = count_moves(scheduler, min(steps, 3), updated=updated, updates_on_device=updates_on_device)
     return known + [known[-1]] * (steps - len(known))

@@ -107,6 +107,9 @@ class ResidentWeights:
     def store(self, unit: int, begin: int, end: int) -> Ticket:
         return DoneTicket()
 
+    def updated(self, unit: int) -> None:
+        return None
+
     def end_update(self, unit: int) -> None:
         return None
 
@@ -224,6 +227,8 @@ class StreamedWeights:
         """
         self._partition, self.host, self._lifts = partition, host, lifts
         self._links = links
+        itemsize = plan.inventory.weight_itemsize
+        self._trained_bytes = [unit.elements * itemsize for unit in plan.inventory.units]
         slots = [*lifts.halves] if lifts is not None else [*host.slots] if isinstance(host, HostSlots) else []
         self.mover = Mover(
             unit_count=len(partition.units),
@@ -265,7 +270,6 @@ class StreamedWeights:
         """The unit's plane, where the update changes it: nothing else reads or writes it now."""
         if self._links is not None:
             return self.seen(unit)
-        self.mover.settle_lift(unit)
         return self.host_plane(unit)
 
     def host_plane(self, unit: int) -> torch.Tensor:
@@ -301,19 +305,25 @@ class StreamedWeights:
         self._updating[unit] = lease
         if lease is not None:
             self.mover.residency.copies[unit].advance(BlockState.DIRTY)
-        self.mover.settle_lift(unit)
+        if self._links is None:
+            self.mover.begin_change(unit)
 
     def store(self, unit: int, begin: int, end: int) -> Ticket:
         """Brings the bytes [begin, end) that the update has changed home."""
         if self._links is None:
-            self.mover.spoil(unit)
+            self.mover.spoil(unit, self._trained_bytes[unit])
             return self._store_home(unit, begin, end)
         self.mover.has_changed(unit)
         host = self.host_plane(unit)[begin:end]
         to_host = self._links.to_host(host, self.seen(unit)[begin:end], "weight")
         return ThenTicket(to_host, lambda: self._store_home(unit, begin, end))
 
+    def updated(self, unit: int) -> None:
+        """The update has changed all that it changes."""
+        self.mover.end_change(unit)
+
     def end_update(self, unit: int) -> None:
+        self.mover.end_change(unit)
         lease = self._updating.pop(unit)
         if lease is not None:
             self.mover.residency.copies[unit].advance(BlockState.CLEAN)

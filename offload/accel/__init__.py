@@ -9,7 +9,8 @@ no accelerator: device and host are one memory.
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +18,9 @@ from ..errors import ConfigError
 
 ENVIRONMENT = "OFFLOAD_ACCELERATOR"
 """Overrides `accelerator` in the configuration where that says "auto"."""
+
+native_watchers: list[Callable[[Any, bool], None]] = []
+"""Called with an array that native code, kernels or file I/O, is about to read, or to write (True). For tests."""
 
 
 class Event(Protocol):

@@ -13,25 +13,25 @@ issuing work makes the host's past known to a stream, waiting for an event makes
 the waiter. Two accesses to one memory of which one is a write must be ordered by these clocks, as in FastTrack
 (Flanagan and Freund, PLDI 2009); if not, the access raises :class:`OrderingError`. So a missing event is found in
 the first step that lacks it, whatever the delays are. Compute is watched by a ``TorchDispatchMode``, which sees
-the operations of user code and of autograd alike. The source of a copy must live until the copy has run, and
-must not have changed.
+the operations of user code and of autograd alike; kernels and file I/O, which torch does not see, tell
+``accel.native_watchers``. Both ends of a copy must live until it has run, and its source must not have changed.
 """
 
 from __future__ import annotations
 
 import random
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import OffloadError
-from . import Event, Stream
+from . import Event, Stream, native_watchers
 
 HOST, COMPUTE = "host", "compute"
 DEVICE = "device memory"
@@ -164,6 +164,7 @@ class SimulatedAccelerator:
         self._streams: dict[str, SimulatedStream] = {COMPUTE: SimulatedStream(self, COMPUTE)}
         self._memory_bytes, self._allocated, self._peak = memory_bytes, 0, 0
         self._memories: list[_Memory] = []  # by address
+        self._begins: list[int] = []  # their addresses
         self._host_time = 0.0
         self._is_open = True
         _Watch.add(self)
@@ -190,8 +191,9 @@ class SimulatedAccelerator:
         version = origin._version
 
         def run() -> None:
-            if _users(origin.untyped_storage()) <= _USERS_OF_AN_ALIAS:
-                raise OrderingError(f"{queue.name}: the source of a copy was given up before the copy ran")
+            for end, tensor in (("source", origin), ("destination", to)):
+                if _users(tensor.untyped_storage()) <= _USERS_OF_AN_ALIAS:
+                    raise OrderingError(f"{queue.name}: the {end} of a copy was given up before the copy ran")
             if not self.knows(origin) and origin._version != version:
                 raise OrderingError(f"{queue.name}: the source of a copy was changed before the copy ran")
             with _disable_current_modes():
@@ -222,7 +224,7 @@ class SimulatedAccelerator:
 
     def unregister(self, slab: torch.Tensor) -> None:
         self.registered_bytes -= slab.numel()
-        self._memories = [memory for memory in self._memories if memory.begin != slab.data_ptr()]
+        self._keep([memory for memory in self._memories if memory.begin != slab.data_ptr()])
 
     def memory(self) -> tuple[int, int]:
         return self._memory_bytes - self._allocated, self._memory_bytes
@@ -236,7 +238,7 @@ class SimulatedAccelerator:
             for stream in self._streams.values():
                 stream.drain()
             _Watch.remove(self)
-            self._memories.clear()
+            self._keep([])
 
     # -- clocks -------------------------------------------------------------------------------------------
 
@@ -277,14 +279,24 @@ class SimulatedAccelerator:
         else:
             memory.reads = [old for old in memory.reads if old[2] != actor or not _covers(now, old)] + [now]
 
-    def is_device(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in device memory."""
-        memory = self._memory_of(tensor)
-        return memory is not None and memory.name == DEVICE
-
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in device memory or in registered host memory."""
         return self._memory_of(tensor) is not None
+
+    def computes(self, accesses: Sequence[tuple[torch.Tensor, bool]]) -> None:
+        """An operation, or native code, reads and writes (True) tensors: compute, where one is on the device."""
+        watched = [
+            (tensor, is_write, memory)
+            for tensor, is_write in accesses
+            if (memory := self._memory_of(tensor)) is not None
+        ]
+        if watched:
+            actor = COMPUTE if any(memory.name == DEVICE for _, _, memory in watched) else HOST
+            self.begin_access(actor)
+            for tensor, is_write, _ in watched:
+                self.access(actor, tensor, is_write=is_write)
+        if self.seconds_of is not None:
+            self.computed(sum(tensor.nbytes for tensor, _ in accesses))
 
     # -- time line ----------------------------------------------------------------------------------------
 
@@ -306,21 +318,19 @@ class SimulatedAccelerator:
 
     def _note_memory(self, name: str, memory: torch.Tensor) -> None:
         begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
-        self._memories = [
-            old for old in self._memories if old.end <= begin or end <= old.begin
-        ]  # freed since
-        insort(self._memories, _Memory(name, begin, end), key=_begin)
+        live = [old for old in self._memories if old.end <= begin or end <= old.begin]  # others were freed
+        self._keep([*live, _Memory(name, begin, end)])
+
+    def _keep(self, memories: list[_Memory]) -> None:
+        self._memories = sorted(memories, key=lambda memory: memory.begin)
+        self._begins = [memory.begin for memory in self._memories]
 
     def _memory_of(self, tensor: torch.Tensor) -> _Memory | None:
         address = tensor.untyped_storage().data_ptr()
-        index = bisect_right(self._memories, address, key=_begin)
+        index = bisect_right(self._begins, address)
         if index and address < self._memories[index - 1].end:
             return self._memories[index - 1]
         return None
-
-
-def _begin(memory: _Memory) -> int:
-    return memory.begin
 
 
 class _Watch(TorchDispatchMode):
@@ -333,6 +343,7 @@ class _Watch(TorchDispatchMode):
     def add(cls, owner: SimulatedAccelerator) -> None:
         cls.owners.append(owner)
         if cls._entered is None:
+            native_watchers.append(_native)
             cls._entered = cls()
             cls._entered.__enter__()  # type: ignore[no-untyped-call]
 
@@ -342,40 +353,53 @@ class _Watch(TorchDispatchMode):
         if not cls.owners and cls._entered is not None:
             cls._entered.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             cls._entered = None
+            native_watchers.remove(_native)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that it would put around each operation costs more than the operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, torch.Tensor)]
-        for owner in self.owners:
-            self._note(owner, func, args, kwargs, tensors)
+        is_view, written = _known(func)
+        if not is_view:
+            tensors = list(_accesses(func, written, args, kwargs))
+            for owner in self.owners:
+                owner.computes(tensors)
         return func(*args, **kwargs)
 
-    def _note(
-        self, owner: SimulatedAccelerator, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]
-    ) -> None:
-        watched = [tensor for tensor in tensors if tensor.layout is torch.strided and owner.knows(tensor)]
-        if watched and not _is_view(func):
-            written = {id(tensor) for tensor in _written(func, args, kwargs)}
-            actor = COMPUTE if any(owner.is_device(tensor) for tensor in watched) else HOST
-            owner.begin_access(actor)
-            for tensor in watched:
-                owner.access(actor, tensor, is_write=id(tensor) in written)
-        if owner.seconds_of is not None:
-            owner.computed(sum(tensor.nbytes for tensor in tensors))
+
+def _native(array: Any, is_write: bool) -> None:
+    """Hears of memory that kernels and file I/O touch."""
+    if isinstance(array, torch.Tensor):
+        for owner in _Watch.owners:
+            owner.computes([(array, is_write)])
 
 
-def _is_view(func: Any) -> bool:
-    """Whether an operation only makes another tensor over the same bytes."""
+@cache
+def _known(func: Any) -> tuple[bool, tuple[bool, ...]]:
+    """Whether an operation only makes another tensor over the same bytes; which of its arguments it writes."""
     returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    written = tuple(
+        argument.alias_info is not None and argument.alias_info.is_write
+        for argument in func._schema.arguments
+    )
+    return is_view, written
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    written: list[Any] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(args[index] if index < len(args) else kwargs.get(argument.name))
-    return [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+def _accesses(
+    func: Any, written: tuple[bool, ...], args: Any, kwargs: Any
+) -> Iterator[tuple[torch.Tensor, bool]]:
+    """The tensors of a call, and whether it writes them."""
+    values = args
+    if kwargs:
+        names = [argument.name for argument in func._schema.arguments[len(args) :]]
+        values = (*args, *(kwargs.get(name) for name in names))
+    for value, is_write in zip(values, written, strict=False):
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, torch.Tensor) and each.layout is torch.strided:
+                yield each, is_write
 
 
 def _covers(new: tuple[int, int, str, int], old: tuple[int, int, str, int]) -> bool:

@@ -21,6 +21,8 @@ import numpy.typing as npt
 import psutil
 import torch
 
+from ..accel import native_watchers
+
 try:
     from .. import _adam
 except ImportError as error:
@@ -284,6 +286,8 @@ def _flat(name: str, array: Array, numel: int, *types: str, written: bool = True
         raise ValueError(f"{name} starts at an address that is not a multiple of {view.itemsize} bytes")
     if written and not view.flags.writeable:
         raise ValueError(f"{name} is written to, but is read-only")
+    for watch in native_watchers:
+        watch(array, written)
     return view
 
 
