@@ -94,11 +94,15 @@ class OffloadEngine:
         kind = DeviceAdam if plan.placement.updates_on_device else Adam
         self._optimizer = kind(weight_format=plan.placement.precision, adamw_mode=adamw_mode)
         self._tiers = tiers = Tiers.open(accelerator, ledger)
-        self.weights = make_weights(partition, plan, tiers, store, ledger, self._reclaim)
-        self._states = make_states(plan, tiers, store)
-        self.pipeline = OptimizerPipeline(self._optimizer, plan, self._states, self.weights, ledger)
-        self._gradients = make_gradients(partition, plan, tiers, ledger, self._wait_for_gradient_slot)
-        bring_home(partition, plan, self.weights, self._states, self._gradients, store, source)
+        try:
+            self.weights = make_weights(partition, plan, tiers, store, ledger, self._reclaim)
+            self._states = make_states(plan, tiers, store)
+            self.pipeline = OptimizerPipeline(self._optimizer, plan, self._states, self.weights, ledger)
+            self._gradients = make_gradients(partition, plan, tiers, ledger, self._wait_for_gradient_slot)
+            bring_home(partition, plan, self.weights, self._states, self._gradients, store, source)
+        except BaseException:
+            tiers.close()  # memory must not go while it is pinned
+            raise
         ledger.start_steps()
         if store is not None:
             store.start_steps()
@@ -129,6 +133,11 @@ class OffloadEngine:
         with self._guard():
             self.weights.use(unit)
             self.partition.refuse_misuse()
+
+    @property
+    def device(self) -> torch.device:
+        """What computes: where inputs have to be."""
+        return self.partition.device
 
     @property
     def is_open(self) -> bool:

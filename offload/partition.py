@@ -169,7 +169,7 @@ class Partition:
         Raises:
             ConfigError: a parameter is in two groups, not in the model, or of a type that cannot be trained.
         """
-        self.dtype = DTYPES[precision]
+        self.dtype, self.device = DTYPES[precision], device
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             names.setdefault(param, []).append(name)
