@@ -108,7 +108,10 @@ def open_accelerator(setting: str) -> Accelerator | None:
         setting, kind = found.type, found.type
     if found is None or found.type != kind:
         here = "only the CPU" if found is None else f"{found.type!r}"
-        raise ConfigError(f"accelerator {setting!r}: torch finds {here} here; set it to 'auto' or 'cpu'")
+        raise ConfigError(
+            f"accelerator {setting!r}: torch finds {here} here; set it to 'auto' or 'cpu', or plan for"
+            " a device elsewhere with its memory.device_bytes"
+        )
     count = torch.accelerator.device_count()
     if argument and int(argument) >= count:
         raise ConfigError(f"accelerator {setting!r}: there are {count} here, numbered from 0")
