@@ -135,7 +135,7 @@ def run_section(section: Section, options: argparse.Namespace, swap: Path, deadl
         outcome.status = f"not run: {max(left, 0):.0f} s are left of {options.seconds:g}"
         return outcome
     run = Run(options.device, options.smoke, swap, begin + min(section.seconds, left))
-    faulthandler.dump_traceback_later(run.left() + HANG_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(run.left() + HANG_SECONDS, exit=True, file=sys.__stderr__)
     print(f"[{options.seconds - left:5.0f} s] {section.name}", flush=True)
     try:
         for finding in section.run(run):
@@ -229,10 +229,12 @@ class _deterministic(warnings.catch_warnings):  # noqa: N801  # a context
         entered = super().__enter__()
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
         return entered
 
     def __exit__(self, *error: Any) -> None:
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
         super().__exit__(*error)
 
 

@@ -37,7 +37,7 @@ from .pipeline import OptimizerPipeline, UnitUpdate, state_planes
 from .plan import Chunk, MemoryPlan
 from .schedule import Phase
 from .store import SwapStore
-from .weights import Hold, StreamedWeights
+from .weights import NO_HOLD, Hold, StreamedWeights
 
 logger = logging.getLogger("offload")
 
@@ -124,6 +124,8 @@ class OffloadEngine:
     def lease(self, unit: int) -> Hold:
         """Makes a unit's weights present until the hold is closed. Waits only if they are not there."""
         with self._guard():
+            if self.partition.is_gathered(unit):
+                return NO_HOLD
             hold = self._checked(self.weights.lease(unit))
             self.poll()
             return hold

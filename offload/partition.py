@@ -246,6 +246,10 @@ class Partition:
         """Whether the unit must stay where it is. See Note [Saved parameters]."""
         return any(stored.gathered is None and stored.is_saved for stored in self.units[unit])
 
+    def is_gathered(self, unit: int) -> bool:
+        """Whether user code works on a full value of every parameter: what lies in a slot is not looked at."""
+        return all(stored.gathered is not None for stored in self.units[unit])
+
     def _note_marked(self, unit: int) -> None:
         """Remembers what user code has written over the one element of an absent parameter."""
         if self._markers[unit].device != CPU:

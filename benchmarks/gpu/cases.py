@@ -25,7 +25,6 @@ from .common import (
     config,
     digest,
     prepared,
-    tiny,
     train,
 )
 
@@ -82,7 +81,7 @@ def _closed_while_copying(run: Run) -> Finding:
     """N15: the engine is closed while lifts are on their way, and its memory is used for something else at once."""
     from offload.tiers.host import HostTier
 
-    with accelerators(Shaken), prepared(tiny(), config(run, "cpu", "cpu")) as (model, optimizer):
+    with accelerators(Shaken), prepared(run.tiny(), config(run, "cpu", "cpu")) as (model, optimizer):
         train(model, optimizer, 2)
         optimizer.engine.settle()
         wanted = digest(model)
@@ -103,7 +102,7 @@ def _built_again_and_again(run: Run) -> Finding:
     from offload import construct
 
     def once() -> None:
-        with prepared(tiny(), config(run, "cpu", "nvme")) as (model, optimizer):
+        with prepared(run.tiny(), config(run, "cpu", "nvme")) as (model, optimizer):
             train(model, optimizer, 2)
 
     def broken() -> None:
@@ -126,7 +125,7 @@ def _built_again_and_again(run: Run) -> Finding:
     broken()
     gc.collect()
     before = _held(run)
-    for _ in range(3 if run.smoke else 10):
+    for _ in range(2 if run.smoke else 10):
         once()
         broken()
     gc.collect()
@@ -140,7 +139,7 @@ def _pinning_refused(run: Run) -> Finding:
     """M10: the same results through a small buffer, and one warning."""
 
     def one_run() -> str:
-        with prepared(tiny(), config(run, "cpu", "cpu")) as (model, optimizer):
+        with prepared(run.tiny(), config(run, "cpu", "cpu")) as (model, optimizer):
             train(model, optimizer, 3)
             return digest(model, optimizer)
 
@@ -160,11 +159,11 @@ def _loaded_from_elsewhere(run: Run) -> Finding:
     """K09: a state saved on another device goes to where this configuration has it."""
     device = torch.device("cuda" if run.is_cuda else "cpu")
     results, homes = set(), set()
-    with prepared(tiny(), config(run, "cpu", "cpu")) as (model, optimizer):
+    with prepared(run.tiny(), config(run, "cpu", "cpu")) as (model, optimizer):
         train(model, optimizer, 3)
         weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     for place in (torch.device("cpu"), device):
-        with prepared(tiny(1), config(run, "cpu", "cpu")) as (model, optimizer):
+        with prepared(run.tiny(1), config(run, "cpu", "cpu")) as (model, optimizer):
             model.load_state_dict({name: value.to(place) for name, value in weights.items()})
             optimizer.load_state_dict(_moved(state, place))
             homes |= {buffer.device.type for buffer in optimizer.engine._states.buffers}
@@ -257,7 +256,7 @@ def _buffers(run: Run) -> Finding:
 def _gradient_bytes(run: Run) -> Finding:
     """P02: bf16 gradients cross in 2 bytes per parameter."""
     steps = 3
-    with prepared(tiny(), config(run, "cpu", "cpu")) as (model, optimizer):
+    with prepared(run.tiny(), config(run, "cpu", "cpu")) as (model, optimizer):
         train(model, optimizer, steps)
         moved = optimizer.engine.report().moved["d2h", "grad"]
         count = optimizer.engine.plan.inventory.trainable_parameters
@@ -271,7 +270,7 @@ def _generation(run: Run) -> Finding:
     """P04: weights gathered once are not moved for each token."""
     import offload
 
-    with prepared(tiny(), config(run, "cpu", "cpu")) as (model, optimizer), torch.no_grad():
+    with prepared(run.tiny(), config(run, "cpu", "cpu")) as (model, optimizer), torch.no_grad():
         device, ledger = optimizer.engine.device, optimizer.engine.ledger
 
         def per_token() -> float:

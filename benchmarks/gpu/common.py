@@ -66,6 +66,11 @@ class Run:
     def say(self, text: str) -> None:
         print(f"  {text}", flush=True)
 
+    def tiny(self, seed: int = 7) -> TinyGPT:
+        """A decoder small enough for every placement."""
+        torch.manual_seed(seed)
+        return TinyGPT(1 if self.smoke else 4)
+
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize()
@@ -157,7 +162,7 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    def __init__(self, layers: int = 4) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(layers))
@@ -169,11 +174,6 @@ class TinyGPT(nn.Module):
             x = block(x)
         logits = self.head(self.norm(x[:, :-1])).float()
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-
-
-def tiny(seed: int = 7) -> TinyGPT:
-    torch.manual_seed(seed)
-    return TinyGPT()
 
 
 def digest(model: nn.Module, optimizer: Any = None) -> str:

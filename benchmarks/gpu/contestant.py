@@ -73,8 +73,11 @@ def decoder_config(name: str) -> Any:
             "num_heads": 4,
         },
         "1.3b": {
-            "vocab_size": 32_000, "hidden_size": 2_048, "intermediate_size": 5_632,
-            "num_layers": 24, "num_heads": 32,
+            "vocab_size": 32_000,
+            "hidden_size": 2_048,
+            "intermediate_size": 5_632,
+            "num_layers": 24,
+            "num_heads": 32,
         },
     }
     if name not in shapes:

@@ -111,3 +111,19 @@ def flags(tensor):
         if bounds and int(bounds[1], 16) <= tensor.data_ptr() < int(bounds[2], 16):
             return re.search(r"VmFlags: (.*)", mapping)[1].split()
     raise AssertionError("no mapping")
+
+
+def test_what_is_gathered_is_not_streamed_as_well():
+    """A loop over tokens inside gather moves nothing, and what it computes is the same."""
+    torch.manual_seed(0)
+    model, optimizer = offload.prepare(Net(), config())
+    ledger, x = optimizer.engine.ledger, torch.ones(2, 40)
+    with torch.no_grad():
+        expected = model(x)
+        assert ledger.link_bytes()["h2d"] > 0
+        with offload.gather(model):
+            before = ledger.link_bytes()["h2d"]
+            assert [model(x).item() for _ in range(3)] == [expected.item()] * 3
+            assert ledger.link_bytes()["h2d"] == before
+        assert model(x).item() == expected.item()
+    optimizer.engine.close()
