@@ -190,11 +190,14 @@ def gather(params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bo
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Brings every buffer to the device that computes; types stay as they are."""
+    """Brings every buffer to the device that computes; types stay as they are, and what is shared stays shared."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                module._buffers[name] = moved[buffer]
 
 
 def open_engines() -> list[OffloadEngine]:

@@ -38,7 +38,7 @@ from .pipeline import OptimizerPipeline, Unbroken, UnitUpdate, state_planes
 from .plan import Chunk, MemoryPlan
 from .schedule import Phase
 from .store import SwapStore
-from .weights import Hold, StreamedWeights
+from .weights import NO_HOLD, Hold, StreamedWeights
 
 logger = logging.getLogger("offload")
 
@@ -99,11 +99,15 @@ class OffloadEngine:
         kind = DeviceAdam if plan.placement.updates_on_device else Adam
         self._optimizer = kind(weight_format=plan.placement.precision, adamw_mode=adamw_mode)
         self._tiers = tiers = Tiers.open(accelerator, ledger)
-        self.weights = make_weights(partition, plan, tiers, store, ledger, self._reclaim)
-        self._states = make_states(plan, tiers, store)
-        self.pipeline = OptimizerPipeline(self._optimizer, plan, self._states, self.weights, ledger)
-        self._gradients = make_gradients(partition, plan, tiers, ledger, self._wait_for_gradient_slot)
-        bring_home(partition, plan, self.weights, self._states, self._gradients, store, source)
+        try:
+            self.weights = make_weights(partition, plan, tiers, store, ledger, self._reclaim)
+            self._states = make_states(plan, tiers, store)
+            self.pipeline = OptimizerPipeline(self._optimizer, plan, self._states, self.weights, ledger)
+            self._gradients = make_gradients(partition, plan, tiers, ledger, self._wait_for_gradient_slot)
+            bring_home(partition, plan, self.weights, self._states, self._gradients, store, source)
+        except BaseException:
+            tiers.close()  # memory must not go while it is pinned
+            raise
         ledger.start_steps()
         if store is not None:
             store.start_steps()
@@ -124,6 +128,8 @@ class OffloadEngine:
     def lease(self, unit: int) -> Hold:
         """Makes a unit's weights present until the hold is closed. Waits only if they are not there."""
         with self._guard():
+            if self.partition.is_gathered(unit):
+                return NO_HOLD
             hold = self._checked(self.weights.lease(unit))
             self.poll()
             return hold
@@ -133,6 +139,11 @@ class OffloadEngine:
         with self._guard():
             self.weights.use(unit)
             self.partition.refuse_misuse()
+
+    @property
+    def device(self) -> torch.device:
+        """What computes: where inputs have to be."""
+        return self.partition.device
 
     @property
     def is_open(self) -> bool:

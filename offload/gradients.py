@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from .errors import ConfigError, OffloadError
 from .landing import Landing
 from .links import Ticket
-from .optim import kernels
+from .optim import block_square_sums
 from .partition import GATHER_LOSS, Partition, StoredParam
 
 GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -158,10 +158,11 @@ class WaitingGradients:
 
     def norm(self, present: Sequence[list[StoredParam]]) -> float:
         """Global norm of the gradients that are there: one order of additions, whatever the tiers."""
-        squares: list[float] = []
+        pieces: list[torch.Tensor] = []
         for unit, params in enumerate(present):
             whole = len(params) == len(self._partition.trained[unit])
-            squares.extend(square_sums(self.planes[unit], params, whole=whole))
+            pieces.extend(pieces_of(self.planes[unit], params, whole=whole))
+        squares = block_square_sums(pieces)
         return math.sqrt(math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan)
 
     def poll(self) -> None:
@@ -302,13 +303,15 @@ class PassingGradients:
 
 
 def square_sums(plane: torch.Tensor, params: list[StoredParam], *, whole: bool) -> list[float]:
-    """Block sums of squares of a unit's gradients; padding is zero and counts for nothing."""
+    """Block sums of squares of a unit's gradients."""
+    return block_square_sums(pieces_of(plane, params, whole=whole))
+
+
+def pieces_of(plane: torch.Tensor, params: list[StoredParam], *, whole: bool) -> list[torch.Tensor]:
+    """What of a unit's plane is gradients: all of it where ``whole``, as padding is zero and counts for nothing."""
     if whole:
-        return kernels.block_square_sums(plane).tolist() if params else []
-    sums: list[float] = []
-    for stored in params:
-        sums.extend(kernels.block_square_sums(plane[stored.placed.begin : stored.placed.end]).tolist())
-    return sums
+        return [plane] if params else []
+    return [plane[stored.placed.begin : stored.placed.end] for stored in params]
 
 
 def explain_not_finite(grads: Iterable[tuple[StoredParam, torch.Tensor]], *, may_be_absent: bool) -> str:

@@ -49,7 +49,7 @@ class Tiers:
         """Allocates in the tier where the update runs; pinned where an accelerator copies there."""
         if self.device is not None and plan.placement.updates_on_device:
             return self.device.allocate
-        return lambda purpose, sizes: self.host.allocate(purpose, sizes, pinned=True)
+        return lambda purpose, sizes: self.host.allocate(purpose, sizes, pinned=plan.placement.pin_gradients)
 
     def close(self) -> None:
         """Ends copies and the pinning of host memory. Idempotent."""
@@ -68,15 +68,18 @@ def make_weights(
 ) -> ResidentWeights | StreamedWeights:
     """Memory for the weight planes. See `weights`, Note [Homes of weights]."""
     sizes = [unit.weight_bytes for unit in plan.inventory.units]
-    home = plan.placement.param_home
+    placement = plan.placement
+    home = placement.param_home
     host: HostPlanes | HostSlots
     if home == "nvme":
-        slots = tiers.host.allocate("weight slots", [max(sizes)] * plan.weight_slots, pinned=True)
+        slots = tiers.host.allocate(
+            "weight slots", [max(sizes)] * plan.weight_slots, pinned=placement.pin_weights
+        )
         host = HostSlots(slots, _needed(store), plan)
     elif tiers.device is not None and home == "device" and plan.placement.updates_on_device:
         return ResidentWeights(partition, tiers.device.allocate("weights", sizes))
     else:
-        planes = tiers.host.allocate("weights", sizes, pinned=True)
+        planes = tiers.host.allocate("weights", sizes, pinned=placement.pin_weights)
         if tiers.device is None:
             return ResidentWeights(partition, planes)
         host = HostPlanes(planes)
@@ -115,7 +118,9 @@ def make_gradients(
         device = tiers.accelerator.device
         sizes = [plan.grad_staging_bytes] * GRAD_STAGING_SLOTS
         landing = CrossingLanding(
-            tiers.links, tiers.host.allocate("gradient staging", sizes, pinned=True), ledger
+            tiers.links,
+            tiers.host.allocate("gradient staging", sizes, pinned=plan.placement.pin_gradients),
+            ledger,
         )
     if plan.placement.update == "step":
         return WaitingGradients(partition, itemsize, allocate, landing, device=device)
@@ -173,8 +178,8 @@ class _WayHome:
         self._plan, self._weights, self._states, self._store = plan, weights, states, store
         self._gradients = gradients
         self._has_residual = plan.placement.state_planes[0].name == "residual"
-        self._before: dict[StoredParam, torch.Tensor | torch.dtype] = {}
-        """What a parameter was that has been taken: its marker where it was absent, else the type it had."""
+        self._before: dict[StoredParam, torch.Tensor | tuple[torch.device, torch.dtype]] = {}
+        """What a parameter was that has been taken: its marker where it was absent, else where and of what type."""
         self._tickets: list[Ticket] = []
         self._current: tuple[torch.Tensor, torch.Tensor | None]
         self._under_way: int | None = None  # the unit whose values are in its planes, and not all at home
@@ -189,7 +194,8 @@ class _WayHome:
         for stored in params:
             own, value = stored.param.data, source(stored)
             stored.write(plane, residual, value)
-            self._before[stored] = own.dtype if value.data_ptr() == own.data_ptr() else own
+            is_absent = own.device.type == "cpu" and value.data_ptr() != own.data_ptr()
+            self._before[stored] = own if is_absent else (own.device, own.dtype)
             stored.param.data = stored.absent
 
     def send(self, unit: int) -> None:
@@ -224,7 +230,7 @@ class _WayHome:
                 if isinstance(before, torch.Tensor):
                     stored.param.data = before
                 elif before is not None:
-                    stored.param.data = stored.read(plane, residual).to(before)
+                    stored.param.data = stored.read(plane, residual).to(*before)
 
     def _fetch(self, unit: int, plane: torch.Tensor, residual: torch.Tensor | None) -> None:
         self._weights.bring_back(unit, plane)

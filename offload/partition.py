@@ -170,7 +170,7 @@ class Partition:
         Raises:
             ConfigError: a parameter is in two groups, not in the model, or of a type that cannot be trained.
         """
-        self.dtype = DTYPES[precision]
+        self.dtype, self.device = DTYPES[precision], device
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             names.setdefault(param, []).append(name)
@@ -249,6 +249,10 @@ class Partition:
     def is_saved(self, unit: int) -> bool:
         """Whether the unit must stay where it is. See Note [Saved parameters]."""
         return any(stored.gathered is None and stored.is_saved for stored in self.units[unit])
+
+    def is_gathered(self, unit: int) -> bool:
+        """Whether user code works on a full value of every parameter: what lies in a slot is not looked at."""
+        return all(stored.gathered is not None for stored in self.units[unit])
 
     def _note_marked(self, unit: int) -> None:
         """Remembers what user code has written over the one element of an absent parameter."""

@@ -70,6 +70,9 @@ class Placement:
     nvme_bytes: int | None = None
     device_bytes: int | None = None
     """Of an accelerator's memory; None where the CPU computes: no plane is homed on "device" then."""
+    pin_weights: bool = True
+    pin_gradients: bool = True
+    """Whether an accelerator is to copy from and to host memory by itself."""
     chunk_elements_max: int = CHUNK_ELEMENTS_MAX
     remedies: tuple[Remedy, ...] = ()
     """Settings to propose where memory is short, the smallest change first."""
@@ -127,6 +130,8 @@ def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None)
         param_home=_home(zero.offload_param.device, has_device=has_device),
         state_home=_home(zero.offload_optimizer.device, has_device=has_device),
         device_bytes=device_bytes,
+        pin_weights=zero.offload_param.pin_memory,
+        pin_gradients=zero.offload_optimizer.pin_memory,
         update=update,
         grad_itemsize=grad_itemsize,
         micro_batches=accumulation,

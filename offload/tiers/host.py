@@ -8,6 +8,9 @@ Note [Pinned memory]
 What an accelerator copies from and to is registered with it, slab by slab, as it is. Where the system refuses
 (memlock limits, WSL), the slab stays ordinary memory, and copies go through a small staging buffer that could be
 registered (see `links`): slower, and the same bytes.
+
+A forked child (a worker that loads data) does not get what is pinned. Before Linux 5.12 a fork moved the page that
+the parent wrote to next, while the device went on with the old one.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ class HostTier:
         """Bytes by purpose, as asked for."""
         self._accelerator = accelerator
         self._registered: list[torch.Tensor] = []
+        self._mappings: dict[int, mmap.mmap] = {}  # of what is registered, by address
         self._warned = False
 
     def allocate(self, purpose: str, sizes: Sequence[int], *, pinned: bool = False) -> list[torch.Tensor]:
@@ -55,12 +59,11 @@ class HostTier:
         if not end:
             return [torch.empty(0, dtype=torch.uint8) for _ in sizes]
         slab = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if end >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without transparent huge pages: only speed is lost
-                slab.madvise(mmap.MADV_HUGEPAGE)
+        if end >= HUGE_PAGE_BYTES:
+            _madvise(slab, "MADV_HUGEPAGE")  # where a kernel has none, only speed is lost
         self.allocated[purpose] += sum(sizes)
-        if pinned and self._accelerator is not None:
-            self._register(purpose, torch.from_numpy(np.frombuffer(slab, np.uint8)))
+        if pinned:
+            self._pin(purpose, slab)
         return [
             torch.from_numpy(np.frombuffer(slab, np.uint8, size, offset))
             if size
@@ -76,11 +79,14 @@ class HostTier:
     def close(self) -> None:
         """Ends the registration of every slab. Idempotent."""
         while self._registered and self._accelerator is not None:
-            self._accelerator.unregister(self._registered.pop())
+            slab = self._registered.pop()
+            self._accelerator.unregister(slab)
+            _madvise(self._mappings.pop(slab.data_ptr()), "MADV_DOFORK")
 
-    def _register(self, purpose: str, slab: torch.Tensor) -> None:
+    def _pin(self, purpose: str, mapping: mmap.mmap) -> None:
         if self._accelerator is None:
             return
+        slab = torch.from_numpy(np.frombuffer(mapping, np.uint8))
         try:
             self._accelerator.register(slab)
         except OffloadError as error:
@@ -95,3 +101,11 @@ class HostTier:
                 )
         else:
             self._registered.append(slab)
+            self._mappings[slab.data_ptr()] = mapping
+            _madvise(mapping, "MADV_DONTFORK")
+
+
+def _madvise(mapping: mmap.mmap, advice: str) -> None:
+    if hasattr(mmap, advice):
+        with contextlib.suppress(OSError):  # a kernel without it
+            mapping.madvise(getattr(mmap, advice))
