@@ -20,7 +20,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -94,11 +94,14 @@ class OffloadEngine:
         kind = DeviceAdam if plan.placement.updates_on_device else Adam
         self._optimizer = kind(weight_format=plan.placement.precision, adamw_mode=adamw_mode)
         self._tiers = tiers = Tiers.open(accelerator, ledger)
-        self.weights = make_weights(partition, plan, tiers, store, ledger, self._reclaim)
-        self._states = make_states(plan, tiers, store)
-        self.pipeline = OptimizerPipeline(self._optimizer, plan, self._states, self.weights, ledger)
-        self._gradients = make_gradients(partition, plan, tiers, ledger, self._wait_for_gradient_slot)
-        bring_home(partition, plan, self.weights, self._states, self._gradients, store, source)
+        with ExitStack() as undo:
+            undo.callback(tiers.close)
+            self.weights = make_weights(partition, plan, tiers, store, ledger, self._reclaim)
+            self._states = make_states(plan, tiers, store)
+            self.pipeline = OptimizerPipeline(self._optimizer, plan, self._states, self.weights, ledger)
+            self._gradients = make_gradients(partition, plan, tiers, ledger, self._wait_for_gradient_slot)
+            bring_home(partition, plan, self.weights, self._states, self._gradients, store, source)
+            undo.pop_all()
         ledger.start_steps()
         if store is not None:
             store.start_steps()

@@ -114,9 +114,8 @@ def make_gradients(
     if tiers.links is not None and tiers.accelerator is not None and not plan.placement.updates_on_device:
         device = tiers.accelerator.device
         sizes = [plan.grad_staging_bytes] * GRAD_STAGING_SLOTS
-        landing = CrossingLanding(
-            tiers.links, tiers.host.allocate("gradient staging", sizes, pinned=True), ledger
-        )
+        staging = tiers.host.allocate("gradient staging", sizes, pinned=True)
+        landing = CrossingLanding(tiers.links, staging, ledger, bytes_max=plan.grad_crossing_bytes)
     if plan.placement.update == "step":
         return WaitingGradients(partition, itemsize, allocate, landing, device=device)
     return PassingGradients(partition, itemsize, plan.grad_slots, allocate, landing, wait_for_slot)

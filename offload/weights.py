@@ -252,6 +252,8 @@ class StreamedWeights:
         self.mover.use(unit)
 
     def lease(self, unit: int) -> Hold:
+        if self._partition.is_gathered(unit):
+            return NO_HOLD  # nobody looks at the slot
         return self.mover.lease(unit)
 
     def lease_unannounced(self, unit: int) -> Hold:
