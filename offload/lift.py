@@ -30,7 +30,7 @@ class Lifts:
             halves: device memory, uint8, one per slot.
             host_bytes: the weight plane of a unit (its number and its slot's) in host memory.
         """
-        self.halves = halves
+        self.halves = [*halves]
         self._accelerator, self._links, self._host_bytes = accelerator, links, host_bytes
         self._idle: list[Event] = [accelerator.compute.record() for _ in halves]
         self._arrival: list[Event | None] = [None] * len(halves)  # None: stale
@@ -65,6 +65,10 @@ class Lifts:
             self._arrival[slot] = None
             self._idle[slot] = self._accelerator.compute.record()
             self._accelerator.forget(self.halves[slot])
+
+    def close(self) -> None:
+        """Gives the halves up; no lift is in flight."""
+        self.halves.clear()
 
     def has_changed(self, slot: int) -> None:
         """The half has been updated by compute, and its host bytes follow: both stay equal."""

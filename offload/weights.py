@@ -48,7 +48,7 @@ class ResidentWeights:
     streamed = False
 
     def __init__(self, partition: Partition, planes: Sequence[torch.Tensor]) -> None:
-        self._partition, self._planes = partition, planes
+        self._partition, self._planes = partition, [*planes]
 
     def enter(self, phase: Phase, *, training: bool = True) -> None:
         return None
@@ -118,7 +118,7 @@ class ResidentWeights:
 
     def close(self) -> None:
         """The parameters keep their planes: after the engine is closed they are ordinary tensors."""
-        return
+        self._planes.clear()
 
 
 class HostBytes(Protocol):
