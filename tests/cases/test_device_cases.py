@@ -453,13 +453,15 @@ def quantized():
     return QuantizedStack()
 
 
+@pytest.mark.parametrize("has_device", [True, False])
 @pytest.mark.parametrize("home", HOMES, ids="-".join)
-def test_s12_quantised_weights_keep_their_type_bytes_and_attributes(home, swap_path, simulate):
+def test_s12_quantised_weights_keep_their_type_bytes_and_attributes(home, has_device, swap_path, simulate):
     plain = quantized()
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.01)
     expected = train(plain, reference)
     simulate()
-    model, optimizer = offload.prepare(quantized(), config(swap_path, home))
+    settings = config(swap_path, home, accelerator="auto" if has_device else "cpu")
+    model, optimizer = offload.prepare(quantized(), settings)
     states = [layer.weight.quant_state for layer in model.layers]
     with contextlib.closing(optimizer.engine):
         torch.testing.assert_close(train(model, optimizer), expected, rtol=1e-5, atol=0)
