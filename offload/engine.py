@@ -9,7 +9,9 @@ that things are there early. Units are fetched and updated ahead by `poll`, at e
 Note [Update in backward]
 Weights then change before `step()` is called, so nothing in the same backward may read a unit's weights after
 its update. A unit is updated when all its trained parameters have a gradient: each use of a weight in the
-graph has then been differentiated. A unit used several times, or holding a tied weight, may get further
+graph has then been differentiated. Not so of its frozen weights: a node that keeps one on its ``ctx`` (as
+quantised layers do) may run later, so a unit that has any is updated when the next unit's backward begins. A
+unit used several times, or holding a tied weight, may get further
 gradients from a recomputed (reentrant) part, and waits for the end of backward. A gradient that comes after
 all the same is an error, never a lost sum.
 """
@@ -21,7 +23,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -32,9 +34,9 @@ from .errors import OffloadError, TransferError
 from .gradients import PassingGradients, WaitingGradients, explain_not_finite, square_sums
 from .homes import Source, Tiers, bring_home, make_gradients, make_states, make_weights
 from .ledger import Ledger
-from .optim import Adam, DeviceAdam, Segment
+from .optim import Adam, DeviceAdam
 from .partition import Partition, StoredParam
-from .pipeline import OptimizerPipeline, Unbroken, UnitUpdate, state_planes
+from .pipeline import OptimizerPipeline, Unbroken, UnitUpdate, next_segment, state_planes
 from .plan import Chunk, MemoryPlan
 from .schedule import Phase
 from .store import SwapStore
@@ -91,6 +93,8 @@ class OffloadEngine:
             stored.unit for stored in partition.of_param.values() if len(stored.names) > 1
         }
         self._used_twice: set[int] = set()
+        self._frozen = {stored.unit for stored in partition.of_param.values() if not stored.trainable}
+        self._complete: dict[int, None] = {}  # units with frozen weights, to be updated soon
         self._versions = [0] * len(partition.units)
         self._first_forward: float | None = None
         self._squares: dict[int, list[float]] = {}  # of units updated in this backward
@@ -99,15 +103,14 @@ class OffloadEngine:
         kind = DeviceAdam if plan.placement.updates_on_device else Adam
         self._optimizer = kind(weight_format=plan.placement.precision, adamw_mode=adamw_mode)
         self._tiers = tiers = Tiers.open(accelerator, ledger)
-        try:
+        with ExitStack() as undo:
+            undo.callback(tiers.close)
             self.weights = make_weights(partition, plan, tiers, store, ledger, self._reclaim)
             self._states = make_states(plan, tiers, store)
             self.pipeline = OptimizerPipeline(self._optimizer, plan, self._states, self.weights, ledger)
             self._gradients = make_gradients(partition, plan, tiers, ledger, self._wait_for_gradient_slot)
             bring_home(partition, plan, self.weights, self._states, self._gradients, store, source)
-        except BaseException:
-            tiers.close()  # memory must not go while it is pinned
-            raise
+            undo.pop_all()
         ledger.start_steps()
         if store is not None:
             store.start_steps()
@@ -173,6 +176,7 @@ class OffloadEngine:
     def before_backward(self, unit: int) -> None:
         """The unit's weights are needed in backward now, and stay until its gradients are complete."""
         with self._guard():
+            self._update_complete(without=unit)
             hold = self._holds.pop(unit, None)
             if hold is None:
                 while len(self._holds) >= BACKWARD_HOLDS_MAX:
@@ -206,6 +210,7 @@ class OffloadEngine:
         with self._guard():
             if self._in_backward:
                 self._release_holds()
+                self._complete.clear()  # all that have a gradient come now
                 if isinstance(self._gradients, PassingGradients):
                     with self._updating:
                         for unit in sorted(set(self._gradients.units) - self._updated, reverse=True):
@@ -235,7 +240,18 @@ class OffloadEngine:
             )
         passing.take(stored)
         if passing.is_complete(stored.unit) and stored.unit not in self._shared | self._used_twice:
-            self._update_passing(stored.unit, passing)
+            if stored.unit in self._frozen:
+                self._complete[stored.unit] = None
+            else:
+                self._update_passing(stored.unit, passing)
+
+    def _update_complete(self, *, without: int | None = None) -> None:
+        """Updates units that have waited because of their frozen weights. See Note [Update in backward]."""
+        for unit in [unit for unit in self._complete if unit != without]:
+            del self._complete[unit]
+            if isinstance(self._gradients, PassingGradients) and unit not in self._used_twice:
+                with self._updating:
+                    self._update_passing(unit, self._gradients)
 
     def _update_passing(self, unit: int, passing: PassingGradients) -> None:
         plane, params = passing.plane(unit), passing.present(unit)
@@ -264,6 +280,7 @@ class OffloadEngine:
         if not self._in_backward:
             return
         self._release_holds()
+        self._complete.clear()
         if isinstance(self._gradients, PassingGradients):
             with self._updating:
                 if self._updated:
@@ -351,24 +368,8 @@ class OffloadEngine:
         grad_scale: float,
         on_updated: Callable[[int], None],
     ) -> UnitUpdate:
-        segments: list[Segment] = []
         self._versions[unit] += bool(params)
-        for stored in params:
-            stored.step += 1
-            group = self.groups[stored.group]
-            beta1, beta2 = group["betas"]
-            segments.append(
-                Segment(
-                    begin=stored.placed.begin,
-                    end=stored.placed.end,
-                    step=stored.step,
-                    lr=float(group["lr"]),
-                    beta1=float(beta1),
-                    beta2=float(beta2),
-                    eps=float(group["eps"]),
-                    weight_decay=float(group["weight_decay"]),
-                )
-            )
+        segments = [next_segment(stored, self.groups[stored.group]) for stored in params]
         return UnitUpdate(unit, plane, segments, grad_scale, on_updated)
 
     # -- giving way ---------------------------------------------------------------------------------------
@@ -393,6 +394,7 @@ class OffloadEngine:
         self._holds.pop(next(iter(self._holds))).close()
 
     def _wait_for_gradient_slot(self, taken_by: list[int]) -> None:
+        self._update_complete()
         if self.pipeline.pending:
             self.pipeline.wait_once()
             self.pipeline.run()

@@ -85,7 +85,8 @@ def make_weights(
         host = HostPlanes(planes)
     if tiers.device is None or tiers.links is None or tiers.accelerator is None:
         return StreamedWeights(partition, plan, host, ledger, reclaim)
-    halves = tiers.device.allocate("weight slots", plan.device_slot_bytes)
+    purpose = "weights" if home == "device" else "weight slots"
+    halves = tiers.device.allocate(purpose, plan.device_slot_bytes)
     lifts = Lifts(tiers.accelerator, tiers.links, halves, host.of)
     links = tiers.links if plan.placement.updates_on_device else None
     return StreamedWeights(partition, plan, host, ledger, reclaim, lifts=lifts, links=links)
@@ -117,11 +118,8 @@ def make_gradients(
     if tiers.links is not None and tiers.accelerator is not None and not plan.placement.updates_on_device:
         device = tiers.accelerator.device
         sizes = [plan.grad_staging_bytes] * GRAD_STAGING_SLOTS
-        landing = CrossingLanding(
-            tiers.links,
-            tiers.host.allocate("gradient staging", sizes, pinned=plan.placement.pin_gradients),
-            ledger,
-        )
+        staging = tiers.host.allocate("gradient staging", sizes, pinned=plan.placement.pin_gradients)
+        landing = CrossingLanding(tiers.links, staging, ledger, bytes_max=plan.grad_crossing_bytes)
     if plan.placement.update == "step":
         return WaitingGradients(partition, itemsize, allocate, landing, device=device)
     return PassingGradients(partition, itemsize, plan.grad_slots, allocate, landing, wait_for_slot)

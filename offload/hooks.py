@@ -232,7 +232,7 @@ class ModuleHooks:
     def _on_read(self, param: nn.Parameter) -> None:
         engine = self._engine
         stored = engine.partition.of_param.get(param)
-        if stored is None or self._reading or not engine.is_open:
+        if stored is None or stored.gathered is not None or self._reading or not engine.is_open:
             return
         self._close_abandoned()
         if any(stored.unit in frame.units for frame in self._frames):

@@ -246,13 +246,13 @@ class Partition:
         """Makes the unit's parameters absent. See Note [Absent parameters]."""
         self._lost += [stored.name for stored in self.units[unit] if stored.point(stored.absent)]
 
+    def is_gathered(self, unit: int) -> bool:
+        """Whether user code works on full values of all of the unit's parameters, and needs no slot for them."""
+        return all(stored.gathered is not None for stored in self.units[unit])
+
     def is_saved(self, unit: int) -> bool:
         """Whether the unit must stay where it is. See Note [Saved parameters]."""
         return any(stored.gathered is None and stored.is_saved for stored in self.units[unit])
-
-    def is_gathered(self, unit: int) -> bool:
-        """Whether user code works on a full value of every parameter: what lies in a slot is not looked at."""
-        return all(stored.gathered is not None for stored in self.units[unit])
 
     def _note_marked(self, unit: int) -> None:
         """Remembers what user code has written over the one element of an absent parameter."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import product
+from operator import itemgetter
 from typing import Literal
 
 from . import metrics
@@ -145,26 +146,44 @@ def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None)
 def _remedies(config: OffloadConfig, update: Update, *, has_device: bool) -> Iterator[Remedy]:
     """What may be changed to need less memory: one setting, or two, or all. See `config.resolve`."""
     zero = config.zero_optimization
-    params, states = (
-        _home(block.device, has_device=has_device) for block in (zero.offload_param, zero.offload_optimizer)
-    )
-    changes: dict[str, str] = {}
-    if states != "nvme" and zero.offload_optimizer.ratio == 1:
-        changes["state"] = _move_to_nvme(config, "offload_optimizer")
-    if params != "nvme":
-        stage = "" if zero.stage == 3 else "zero_optimization.stage = 3 and "
-        changes["param"] = stage + _move_to_nvme(config, "offload_param")
+    params, states = zero.offload_param.device, zero.offload_optimizer.device
     needs_whole_gradient = config.gradient_clipping is not None or config.resolve_batch(1).accumulation > 1
-    if update == "step" and not needs_whole_gradient:
-        changes["update"] = 'zero_optimization.offload_optimizer.update = "backward"'
-    for count in range(1, len(changes) + 1):
-        for chosen in combinations(changes, count):
-            yield Remedy(
-                " and ".join(changes[name] for name in chosen),
-                "nvme" if "param" in chosen else params,
-                "nvme" if "state" in chosen else states,
-                "backward" if "update" in chosen else update,
-            )
+    may_move_states = zero.offload_optimizer.ratio == 1
+    may_update_early = update == "step" and not needs_whole_gradient
+    updates: list[Update] = ["backward", update] if may_update_early else [update]
+    choices = product(
+        [*(_below(states, has_device=has_device) if may_move_states else ()), states],
+        [*_below(params, has_device=has_device), params],
+        updates,
+    )
+    remedies = []
+    for new_states, new_params, new_update in choices:
+        settings = []
+        if new_states != states:
+            settings.append(_move(config, "offload_optimizer", new_states))
+        if new_params != params:
+            stage = "" if zero.stage == 3 else "zero_optimization.stage = 3 and "
+            settings.append(stage + _move(config, "offload_param", new_params))
+        if new_update != update:
+            settings.append('zero_optimization.offload_optimizer.update = "backward"')
+        if settings:
+            homes = [_home(device, has_device=has_device) for device in (new_params, new_states)]
+            remedy = Remedy(" and ".join(settings), homes[0], homes[1], new_update)
+            remedies.append((len(settings), remedy))
+    yield from (remedy for _, remedy in sorted(remedies, key=itemgetter(0)))
+
+
+def _below(device: str, *, has_device: bool) -> list[str]:
+    """Devices with more room than this one, the next first."""
+    order = ["none", "cpu", "nvme"] if has_device else ["none", "nvme"]
+    return order[order.index(device) + 1 :] if device in order else ["nvme"]
+
+
+def _move(config: OffloadConfig, block: str, device: str) -> str:
+    """The settings that home a block on a device with more room."""
+    if device == "nvme":
+        return _move_to_nvme(config, block)
+    return f'zero_optimization.{block}.device = "{device}"'
 
 
 def _move_to_nvme(config: OffloadConfig, block: str) -> str:

@@ -190,8 +190,11 @@ class MemoryPlan:
         for remedy in placement.remedies:
             other = replace(self, placement=placement.with_remedy(remedy)).smallest
             if other._fits():
-                need = other.bytes_total("host")
-                budget_hint += f", or {remedy.settings}, which needs {format_bytes(need)}"
+                needs = format_bytes(other.bytes_total("host"))
+                if placement.has_device:
+                    on_device = format_bytes(other.bytes_total("device"))
+                    needs = f"{on_device} of device memory and {needs} of host memory"
+                budget_hint += f", or {remedy.settings}, which needs {needs}"
                 break
         return "; ".join((*problems, budget_hint))
 

@@ -48,7 +48,7 @@ class ResidentWeights:
     streamed = False
 
     def __init__(self, partition: Partition, planes: Sequence[torch.Tensor]) -> None:
-        self._partition, self._planes = partition, planes
+        self._partition, self._planes = partition, [*planes]
 
     def enter(self, phase: Phase, *, training: bool = True) -> None:
         return None
@@ -121,7 +121,7 @@ class ResidentWeights:
 
     def close(self) -> None:
         """The parameters keep their planes: after the engine is closed they are ordinary tensors."""
-        return
+        self._planes.clear()
 
 
 class HostBytes(Protocol):
@@ -257,6 +257,8 @@ class StreamedWeights:
         self.mover.use(unit)
 
     def lease(self, unit: int) -> Hold:
+        if self._partition.is_gathered(unit):
+            return NO_HOLD  # nobody looks at the slot
         return self.mover.lease(unit)
 
     def lease_unannounced(self, unit: int) -> Hold:

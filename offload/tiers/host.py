@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import resource
 from collections import Counter
 from collections.abc import Sequence
 
@@ -26,7 +27,7 @@ import torch
 
 from ..accel import Accelerator
 from ..bytesize import MiB, align_up, format_bytes
-from ..errors import OffloadError
+from ..errors import OffloadError, PlanError
 
 logger = logging.getLogger("offload")
 
@@ -51,6 +52,9 @@ class HostTier:
 
         Args:
             pinned: an accelerator copies from or to it. See Note [Pinned memory].
+
+        Raises:
+            PlanError: the system does not map that much.
         """
         offsets, end = [], 0
         for size in sizes:
@@ -58,7 +62,13 @@ class HostTier:
             end += align_up(size, mmap.PAGESIZE)
         if not end:
             return [torch.empty(0, dtype=torch.uint8) for _ in sizes]
-        slab = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            slab = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise PlanError(
+                f"{format_bytes(end)} of host memory wanted for {purpose}: {error.strerror}; lower"
+                " memory.host_bytes, or raise the limit of virtual memory (ulimit -v)"
+            ) from error
         if end >= HUGE_PAGE_BYTES:
             _madvise(slab, "MADV_HUGEPAGE")  # where a kernel has none, only speed is lost
         self.allocated[purpose] += sum(sizes)
@@ -94,10 +104,11 @@ class HostTier:
                 self._warned = True
                 logger.warning(
                     "%s of host memory for %s cannot be pinned (%s): copies go through a small pinned buffer,"
-                    " slower and with the same results; raise the limit of locked memory (ulimit -l)",
+                    " slower and with the same results; raise the limit of locked memory (ulimit -l, now %s)",
                     format_bytes(slab.numel()),
                     purpose,
-                    error,
+                    str(error),  # a record may be kept, and an error keeps what its frames hold
+                    _locked_memory_limit(),
                 )
         else:
             self._registered.append(slab)
@@ -109,3 +120,8 @@ def _madvise(mapping: mmap.mmap, advice: str) -> None:
     if hasattr(mmap, advice):
         with contextlib.suppress(OSError):  # a kernel without it
             mapping.madvise(getattr(mmap, advice))
+
+
+def _locked_memory_limit() -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)

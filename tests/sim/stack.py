@@ -98,6 +98,7 @@ class SimulatedRun:
             attach=self._attach,
             detach=self._detach,
             is_saved=lambda unit: False,
+            is_gathered=lambda unit: False,
         )
         size = max(unit.weight_bytes for unit in inventory.units)
         tensors = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.plan.weight_slots)]

@@ -229,6 +229,54 @@ def configs():
         }
 
 
+@pytest.mark.parametrize("device_bytes", ["1MiB", "64MiB", "67MiB"])
+@pytest.mark.parametrize("host_bytes", ["6MiB", "64MiB"])
+def test_every_hint_for_device_memory_leads_to_a_plan_that_fits(device_bytes, host_bytes):
+    """The same where an accelerator's budget is hard too; what is proposed takes no more device memory."""
+    refusals = of_device = others = 0
+    for config in configs():
+        config["memory"] = {"host_bytes": host_bytes, "device_bytes": device_bytes}
+        settings_ = OffloadConfig.from_dict(config)
+        inventory = inventory_of([100_000] * 4, itemsize=2 if settings_.precision == "bf16" else 4)
+        place = placement_of(settings_, device_free_bytes=GiB)
+        try:
+            MemoryPlan.build(place, inventory)
+        except PlanError as error:
+            message = str(error)
+        else:
+            continue
+        refusals += 1
+        of_device += message.startswith("device memory needs at least ")
+        budgets, other = settings_of(message)
+        for changes in filter(None, (budgets, other)):
+            fixed = OffloadConfig.from_dict(written(config, changes))
+            refuse_unbuilt(fixed)
+            plan = MemoryPlan.build(placement_of(fixed, device_free_bytes=GiB), inventory)
+        if other:
+            others += 1
+            said = re.search(r", which needs (.*) of device memory and (.*) of host memory$", message)
+            assert said.groups() == tuple(
+                format_bytes(plan.smallest.bytes_total(tier)) for tier in ("device", "host")
+            )
+    assert refusals > 20
+    assert others and of_device
+
+
+def test_device_memory_is_refused_with_its_sum_and_what_fits():
+    """Weights, gradients and state of a model on the device, where there is room for weights and gradients."""
+    config = {"bf16": {"enabled": True}, "memory": {"device_bytes": "66MiB", "host_bytes": "1GiB"}}
+    place = placement_of(OffloadConfig.from_dict(config), device_free_bytes=GiB)
+    inventory = inventory_of([500_000] * 4)
+    with pytest.raises(PlanError) as refusal:
+        MemoryPlan.build(place, inventory)
+    assert str(refusal.value) == (
+        "device memory needs at least 90.8 MiB = 3.83 MiB weights + 3.83 MiB gradients + 19.1 MiB optimizer"
+        " state + 64.0 MiB update scratch; memory.device_bytes is 66.0 MiB; write memory.device_bytes ="
+        ' "91MiB", or zero_optimization.offload_optimizer.device = "cpu", which needs 5.74 MiB of device memory'
+        " and 34.5 MiB of host memory"
+    )
+
+
 @pytest.mark.parametrize("host_bytes", ["1KiB", "1500KiB", "3MiB", "5MiB"])
 @pytest.mark.parametrize("nvme_bytes", ["auto", "1MiB", "4MiB"])
 def test_every_hint_leads_to_a_plan_that_fits(host_bytes, nvme_bytes):
