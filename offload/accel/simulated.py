@@ -203,9 +203,7 @@ class SimulatedAccelerator:
 
     def allocate(self, size: int) -> torch.Tensor:
         if self._allocated + size > self._memory_bytes:
-            raise OffloadError(
-                f"simulated device: {size} bytes wanted, {self._memory_bytes - self._allocated} free"
-            )
+            raise torch.OutOfMemoryError(f"{size} bytes wanted of a simulated device")
         self._allocated += size
         self._peak = max(self._peak, self._allocated)
         memory = torch.full((size,), POISON, dtype=torch.uint8)
@@ -235,10 +233,12 @@ class SimulatedAccelerator:
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
-            for stream in self._streams.values():
-                stream.drain()
-            _Watch.remove(self)
-            self._keep([])
+            try:
+                for stream in self._streams.values():
+                    stream.drain()
+            finally:
+                _Watch.remove(self)
+                self._keep([])
 
     # -- clocks -------------------------------------------------------------------------------------------
 
