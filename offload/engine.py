@@ -95,14 +95,17 @@ class OffloadEngine:
         self._squares: dict[int, list[float]] = {}  # of units updated in this backward
 
         self.accelerator = accelerator
-        kind = DeviceAdam if plan.placement.updates_on_device else Adam
-        self._optimizer = kind(weight_format=plan.placement.precision, adamw_mode=adamw_mode)
+        self._optimizer, there = (
+            kind(weight_format=plan.placement.precision, adamw_mode=adamw_mode) for kind in (Adam, DeviceAdam)
+        )
         self._tiers = tiers = Tiers.open(accelerator, ledger)
         with ExitStack() as undo:
             undo.callback(tiers.close)
             self.weights = make_weights(partition, plan, tiers, store, ledger, self._reclaim)
             self._states = make_states(plan, tiers, store)
-            self.pipeline = OptimizerPipeline(self._optimizer, plan, self._states, self.weights, ledger)
+            self.pipeline = OptimizerPipeline(
+                self._optimizer, plan, self._states, self.weights, ledger, on_device=there
+            )
             self._gradients = make_gradients(partition, plan, tiers, ledger, self._wait_for_gradient_slot)
             bring_home(partition, plan, self.weights, self._states, self._gradients, store, source)
             undo.pop_all()
@@ -176,10 +179,9 @@ class OffloadEngine:
             self._holds[unit] = hold
             self.poll()
 
-    @property
-    def hides_gradients(self) -> bool:
+    def hides_gradient(self, stored: StoredParam) -> bool:
         """Whether :meth:`before_accumulation` must be called: `p.grad` is not where it seems to be."""
-        return isinstance(self._gradients, WaitingGradients) and self._gradients.is_offloaded
+        return isinstance(self._gradients, WaitingGradients) and self._gradients.is_offloaded(stored)
 
     def before_accumulation(self, stored: StoredParam) -> None:
         """Autograd is about to add a gradient to ``stored.param.grad``."""

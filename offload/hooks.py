@@ -90,7 +90,7 @@ class ModuleHooks:
         self._trainable = {param for param in engine.partition.of_param if param.requires_grad}
         for stored in engine.partition.trainable:
             self._handles.append(stored.param.register_post_accumulate_grad_hook(self._gradient_hook(stored)))
-            if engine.hides_gradients:
+            if engine.hides_gradient(stored):
                 self._handles.append(stored.param.register_hook(self._accumulation_hook(stored)))
         if engine.weights.streamed:
             self._units_of = _units_of_modules(model, engine)

@@ -62,16 +62,19 @@ class PrefetchScheduler:
         micro_batches: int = 1,
         backward: Sequence[int] | None = None,
         update: Sequence[int] = (),
+        updated_by_compute: Collection[int] = (),
     ) -> None:
         """
         Args:
             backward: the order of units in backward, as far as it can be foreseen; the reverse of forward
                 where it is None.
             update: units whose weights the update reads, in its order.
+            updated_by_compute: those of them that are updated where compute finds weights, on an accelerator.
         """
         forward = tuple(range(unit_count))
         self.unit_count = unit_count
         self.micro_batches = micro_batches
+        self.updated_by_compute = frozenset(updated_by_compute)
         self._slot_count = slot_count
         self._ahead = max(1, min(AHEAD_MAX, slot_count // 2))
         self._orders: dict[Phase, tuple[int, ...]] = {
@@ -138,6 +141,8 @@ class PrefetchScheduler:
         """The next uses by compute, as far ahead as fetches go, and no farther than the end of a backward."""
         now = self._now
         upcoming = list(self._orders[now.phase][now.index : now.index + self._ahead])
+        if now.phase is Phase.UPDATE:
+            return [unit for unit in upcoming if unit in self.updated_by_compute]
         if now.phase is Phase.FORWARD and now.training:
             upcoming += self._orders[Phase.BACKWARD][: self._ahead - len(upcoming)]
         return upcoming
@@ -249,16 +254,16 @@ class StepMoves:
     lifted: tuple[int, ...]
 
 
-def count_moves(
-    scheduler: PrefetchScheduler, steps: int, *, updates_on_device: bool = False
-) -> list[StepMoves]:
+def count_moves(scheduler: PrefetchScheduler, steps: int) -> list[StepMoves]:
     """What moves in each step of a run that follows the trace, with nothing present at first.
+
+    An update by compute leaves the device half fresh; that of every other updated unit is stale after it.
 
     Args:
         scheduler: a fresh one; it is advanced. A step's fetches include those that it makes for the next.
-        updates_on_device: an update leaves the device half fresh; otherwise that of every updated unit is stale.
     """
-    updated = set(scheduler.order(Phase.BACKWARD))
+    by_compute = scheduler.updated_by_compute
+    updated_on_host = set(scheduler.order(Phase.BACKWARD)) - by_compute
     units = range(scheduler.unit_count)
     fresh: set[int] = set()
     moved: list[StepMoves] = []
@@ -272,18 +277,15 @@ def count_moves(
                 for move in scheduler.next_moves(evictable=units, free_slots=scheduler.unit_count):
                     fetched.append(move.unit)
                     fresh -= {move.unit, move.evict}
-                if (phase is not Phase.UPDATE or updates_on_device) and unit not in fresh:
+                if (phase is not Phase.UPDATE or unit in by_compute) and unit not in fresh:
                     lifted.append(unit)
                     fresh.add(unit)
-        if not updates_on_device:
-            fresh -= updated
+        fresh -= updated_on_host
         moved.append(StepMoves(tuple(fetched), tuple(lifted)))
     return moved
 
 
-def steady_moves(
-    scheduler: PrefetchScheduler, steps: int, *, updates_on_device: bool = False
-) -> list[StepMoves]:
+def steady_moves(scheduler: PrefetchScheduler, steps: int) -> list[StepMoves]:
     """As :func:`count_moves` for any number of steps: from the third on, all are the same."""
-    known = count_moves(scheduler, min(steps, 3), updates_on_device=updates_on_device)
+    known = count_moves(scheduler, min(steps, 3))
     return known + [known[-1]] * (steps - len(known))
