@@ -100,16 +100,19 @@ class OffloadEngine:
         self._squares: dict[int, list[float]] = {}  # of units updated in this backward
 
         self.accelerator = accelerator
-        kind = DeviceAdam if plan.placement.updates_on_device else Adam
-        self._optimizer = kind(weight_format=plan.placement.precision, adamw_mode=adamw_mode)
+        self._optimizer, there = (
+            kind(weight_format=plan.placement.precision, adamw_mode=adamw_mode) for kind in (Adam, DeviceAdam)
+        )
         self._tiers = tiers = Tiers.open(accelerator, ledger)
         with ExitStack() as undo:
             undo.callback(tiers.close)
             self.weights = make_weights(partition, plan, tiers, store, ledger, self._reclaim)
             self._states = make_states(plan, tiers, store)
-            self.pipeline = OptimizerPipeline(self._optimizer, plan, self._states, self.weights, ledger)
-            self._gradients = make_gradients(partition, plan, tiers, ledger, self._wait_for_gradient_slot)
-            bring_home(partition, plan, self.weights, self._states, self._gradients, store, source)
+            self.pipeline = OptimizerPipeline(
+                self._optimizer, plan, self._states, self.weights, ledger, on_device=there
+            )
+            self.gradients = make_gradients(partition, plan, tiers, ledger, self._wait_for_gradient_slot)
+            bring_home(partition, plan, self.weights, self._states, self.gradients, store, source)
             undo.pop_all()
         ledger.start_steps()
         if store is not None:
@@ -124,7 +127,7 @@ class OffloadEngine:
                 self._first_forward = time.perf_counter()
             self._break_off_backward()
             self.weights.enter(Phase.FORWARD, training=training)
-            if training and isinstance(self._gradients, WaitingGradients):
+            if training and isinstance(self.gradients, WaitingGradients):
                 self._announce(range(len(self.partition.units)))
             self.poll()
 
@@ -168,7 +171,7 @@ class OffloadEngine:
         with self._guard():
             self._in_backward = True
             self.weights.enter(Phase.BACKWARD)
-            if isinstance(self._gradients, PassingGradients):
+            if isinstance(self.gradients, PassingGradients):
                 self._announce(unit for unit in self._backward_order() if unit not in self._updated)
             self.poll()
         return True
@@ -179,30 +182,19 @@ class OffloadEngine:
             self._update_complete(without=unit)
             hold = self._holds.pop(unit, None)
             if hold is None:
-                while len(self._holds) >= BACKWARD_HOLDS_MAX:
-                    self._release_oldest_hold()
+                self._release_holds(down_to=BACKWARD_HOLDS_MAX - 1)
                 hold = self.weights.lease(unit)
             self._holds[unit] = hold
             self.poll()
 
-    @property
-    def hides_gradients(self) -> bool:
-        """Whether :meth:`before_accumulation` must be called: `p.grad` is not where it seems to be."""
-        return isinstance(self._gradients, WaitingGradients) and self._gradients.is_offloaded
-
-    def before_accumulation(self, stored: StoredParam) -> None:
-        """Autograd is about to add a gradient to ``stored.param.grad``."""
-        if isinstance(self._gradients, WaitingGradients):
-            self._gradients.before_accumulation(stored)
-
     def gradient_ready(self, stored: StoredParam) -> None:
         """Autograd has finished ``stored.param.grad``."""
         with self._guard():
-            if isinstance(self._gradients, WaitingGradients):
-                self._gradients.take(stored)
+            if isinstance(self.gradients, WaitingGradients):
+                self.gradients.take(stored)
             else:
                 with self._updating:
-                    self._take_passing(stored, self._gradients)
+                    self._take_passing(stored, self.gradients)
             self.poll()
 
     def end_backward(self) -> None:
@@ -211,10 +203,10 @@ class OffloadEngine:
             if self._in_backward:
                 self._release_holds()
                 self._complete.clear()  # all that have a gradient come now
-                if isinstance(self._gradients, PassingGradients):
+                if isinstance(self.gradients, PassingGradients):
                     with self._updating:
-                        for unit in sorted(set(self._gradients.units) - self._updated, reverse=True):
-                            self._update_passing(unit, self._gradients)
+                        for unit in sorted(set(self.gradients.units) - self._updated, reverse=True):
+                            self._update_passing(unit, self.gradients)
                 self._used_twice.clear()
                 self._in_backward = False
             self.poll()
@@ -227,7 +219,7 @@ class OffloadEngine:
     def poll(self) -> None:
         """Moves on what can move without waiting."""
         with self._updating:
-            self._gradients.poll()
+            self.gradients.poll()
             self.pipeline.run()
         self.weights.poll()
 
@@ -249,9 +241,9 @@ class OffloadEngine:
         """Updates units that have waited because of their frozen weights. See Note [Update in backward]."""
         for unit in [unit for unit in self._complete if unit != without]:
             del self._complete[unit]
-            if isinstance(self._gradients, PassingGradients) and unit not in self._used_twice:
+            if isinstance(self.gradients, PassingGradients) and unit not in self._used_twice:
                 with self._updating:
-                    self._update_passing(unit, self._gradients)
+                    self._update_passing(unit, self.gradients)
 
     def _update_passing(self, unit: int, passing: PassingGradients) -> None:
         plane, params = passing.plane(unit), passing.present(unit)
@@ -260,10 +252,11 @@ class OffloadEngine:
         def check() -> None:
             squares = square_sums(plane, params, whole=whole)
             if not math.isfinite(math.fsum(squares)):
+                grads = ((stored, stored.view_elements(plane)) for stored in params)
                 raise OffloadError(
-                    f"{self._explain_not_finite((stored, stored.view_elements(plane)) for stored in params)};"
-                    " with update 'backward' other units have been updated already: this step cannot be"
-                    " skipped; restart from the last checkpoint, with offload_optimizer.update 'step'"
+                    f"{explain_not_finite(grads, may_be_absent=self.weights.streamed)}; with update 'backward'"
+                    " other units have been updated already: this step cannot be skipped; restart from the last"
+                    " checkpoint, with offload_optimizer.update 'step'"
                 )
             self._squares[unit] = squares
 
@@ -281,7 +274,7 @@ class OffloadEngine:
             return
         self._release_holds()
         self._complete.clear()
-        if isinstance(self._gradients, PassingGradients):
+        if isinstance(self.gradients, PassingGradients):
             with self._updating:
                 if self._updated:
                     raise OffloadError(
@@ -289,7 +282,7 @@ class OffloadEngine:
                         " had been updated, which is half a step; restart from the last checkpoint; with"
                         " offload_optimizer.update 'step' an interrupted backward changes nothing"
                     )
-            self._gradients.discard()
+            self.gradients.discard()
         self._used_twice.clear()
         self._in_backward = False
 
@@ -304,10 +297,10 @@ class OffloadEngine:
         """Applies the gradients. False where a gradient was not finite and the whole step was refused."""
         with self._guard():
             self._break_off_backward()
-            if isinstance(self._gradients, PassingGradients):
-                applied = self._step_in_backward(self._gradients)
+            if isinstance(self.gradients, PassingGradients):
+                applied = self._step_in_backward(self.gradients)
             else:
-                applied = self._step_now(self._gradients)
+                applied = self._step_now(self.gradients)
             if applied:
                 self.ledger.steps += 1
             if self._first_forward is not None:
@@ -330,11 +323,9 @@ class OffloadEngine:
         self.grad_norm = norm = waiting.norm(present)
         if not math.isfinite(norm):
             self.ledger.skipped_steps += 1
-            planes = zip(present, waiting.planes, strict=True)
-            grads = ((stored, stored.view_elements(plane)) for params, plane in planes for stored in params)
             logger.warning(
                 "step refused: %s; no weight, moment or step count has changed (%d refused so far)",
-                self._explain_not_finite(grads),
+                waiting.explain_not_finite(present, may_be_absent=self.weights.streamed),
                 self.ledger.skipped_steps,
             )
             return False
@@ -348,17 +339,9 @@ class OffloadEngine:
         self.pipeline.cancel_announced()
         return any(present)
 
-    def _explain_not_finite(self, grads: Iterable[tuple[StoredParam, torch.Tensor]]) -> str:
-        return explain_not_finite(grads, may_be_absent=self.weights.streamed)
-
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scales all gradients so that their global norm is at most ``max_norm``; returns the norm before."""
-        if isinstance(self._gradients, PassingGradients):
-            raise OffloadError(
-                "gradients do not wait for step() with update 'backward': they cannot be clipped by their"
-                " global norm; set offload_optimizer.update to 'step'"
-            )
-        return self._gradients.clip_norm(max_norm)
+        return self.gradients.clip_norm(max_norm)
 
     def _unit_update(
         self,
@@ -386,8 +369,8 @@ class OffloadEngine:
             return True
         return False
 
-    def _release_holds(self) -> None:
-        while self._holds:
+    def _release_holds(self, down_to: int = 0) -> None:
+        while len(self._holds) > down_to:
             self._release_oldest_hold()
 
     def _release_oldest_hold(self) -> None:
@@ -497,7 +480,7 @@ class OffloadEngine:
                 self._store.update_seconds()
                 self._store.close()
             self._tiers.close()
-        self._gradients.close()
+        self.gradients.close()
         self._holds.clear()
         while self._on_close:
             self._on_close.pop()()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,7 +67,7 @@ class _Crossing:
 
 
 class CrossingLanding:
-    """Gradients are made on an accelerator, in the compute type, and wait in host memory.
+    """Gradients are made on an accelerator, in the compute type, and wait in host memory, but for those that stay.
 
     The first gradient of a step goes straight into the plane where the types are equal; what is widened or added
     to what is there arrives in a staging buffer first. Pieces arrive in the order in which they were sent, so sums
@@ -78,13 +78,21 @@ class CrossingLanding:
     """
 
     def __init__(
-        self, links: DeviceLinks, staging: Sequence[torch.Tensor], ledger: Ledger, *, bytes_max: int
+        self,
+        links: DeviceLinks,
+        staging: Sequence[torch.Tensor],
+        ledger: Ledger,
+        *,
+        bytes_max: int,
+        stay: Collection[int] = (),
     ) -> None:
         """
         Args:
             staging: pinned buffers of one size (uint8).
             bytes_max: device memory for gradients on their way.
+            stay: units whose gradients wait on the accelerator.
         """
+        self._stay, self._local = stay, LocalLanding()
         self._links, self._ledger = links, ledger
         self._free = list(staging)
         self._staging_bytes = staging[0].numel() if staging else 0
@@ -93,6 +101,9 @@ class CrossingLanding:
         self._of_unit: Counter[int] = Counter()
 
     def land(self, stored: StoredParam, plane: torch.Tensor, grad: torch.Tensor, *, add: bool) -> None:
+        if stored.unit in self._stay:
+            self._local.land(stored, plane, grad, add=add)
+            return
         begin, end = stored.placed.begin, stored.placed.end
         flat = _in_plane_order(stored, grad)
         self._make_way(flat.nbytes)

@@ -176,9 +176,21 @@ class OptimizerPipeline:
     """Order and depth of updates; not Adam, not files. See Note [Life of a chunk]."""
 
     def __init__(
-        self, optimizer: ShardOptimizer, plan: MemoryPlan, states: StateHome, weights: Weights, ledger: Ledger
+        self,
+        optimizer: ShardOptimizer,
+        plan: MemoryPlan,
+        states: StateHome,
+        weights: Weights,
+        ledger: Ledger,
+        *,
+        on_device: ShardOptimizer | None = None,
     ) -> None:
+        """
+        Args:
+            on_device: the same optimizer for units that are updated on an accelerator.
+        """
         self._optimizer, self._plan, self._states = optimizer, plan, states
+        self._on_device = on_device
         self._weights, self._ledger = weights, ledger
         self._jobs: list[_Job] = []
         self._announced: set[int] = set()
@@ -375,8 +387,11 @@ class OptimizerPipeline:
         itemsize = self._plan.inventory.weight_itemsize
         begin, end = chunk.begin * itemsize, chunk.end * itemsize
         weight = self._weights.plane(update.unit)[begin:end].view(self._optimizer.weight_dtype)
-        planes = {"weight": weight, **state_planes(self._optimizer, chunk, buffer)}
-        self._optimizer.update(
+        optimizer = self._optimizer
+        if self._on_device is not None and update.unit in self._plan.on_device:
+            optimizer = self._on_device
+        planes = {"weight": weight, **state_planes(optimizer, chunk, buffer)}
+        optimizer.update(
             planes, _within(update.segments, chunk), update.grad[chunk.begin : chunk.end], update.grad_scale
         )
         update.chunks_left -= 1

@@ -54,6 +54,8 @@ class Remedy:
     param_home: Home
     state_home: Home
     update: Update
+    device_share: float
+    """See :class:`Placement`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,22 +76,26 @@ class Placement:
     pin_weights: bool = True
     pin_gradients: bool = True
     """Whether an accelerator is to copy from and to host memory by itself."""
+    device_share: float = 0.0
+    """Part of the optimizer state that stays on the device, in whole units, where the rest is at home in host
+    memory (``ratio``)."""
     chunk_elements_max: int = CHUNK_ELEMENTS_MAX
     remedies: tuple[Remedy, ...] = ()
     """Settings to propose where memory is short, the smallest change first."""
 
     def with_remedy(self, remedy: Remedy) -> Placement:
-        return replace(self, param_home=remedy.param_home, state_home=remedy.state_home, update=remedy.update)
+        return replace(
+            self,
+            param_home=remedy.param_home,
+            state_home=remedy.state_home,
+            update=remedy.update,
+            device_share=remedy.device_share,
+        )
 
     @property
     def has_device(self) -> bool:
         """Whether compute has memory of its own."""
         return self.device_bytes is not None
-
-    @property
-    def updates_on_device(self) -> bool:
-        """Whether the update runs where optimizer state is at home on the device."""
-        return self.state_home == "device"
 
     @property
     def state_planes(self) -> tuple[PlaneSpec, ...]:
@@ -121,6 +127,8 @@ def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None)
     if host_bytes == "auto":
         host_bytes = int(metrics.memory_available_bytes() * HOST_SHARE)
     has_device = device_free_bytes is not None
+    states = zero.offload_optimizer
+    state_home, device_share = _state_home(states.device, states.ratio, has_device=has_device)
     device_bytes = None
     if device_free_bytes is not None:
         device_bytes = int(device_free_bytes * DEVICE_SHARE)
@@ -129,7 +137,8 @@ def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None)
     return Placement(
         precision=precision,
         param_home=_home(zero.offload_param.device, has_device=has_device),
-        state_home=_home(zero.offload_optimizer.device, has_device=has_device),
+        state_home=state_home,
+        device_share=device_share,
         device_bytes=device_bytes,
         pin_weights=zero.offload_param.pin_memory,
         pin_gradients=zero.offload_optimizer.pin_memory,
@@ -146,29 +155,36 @@ def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None)
 def _remedies(config: OffloadConfig, update: Update, *, has_device: bool) -> Iterator[Remedy]:
     """What may be changed to need less memory: one setting, or two, or all. See `config.resolve`."""
     zero = config.zero_optimization
-    params, states = zero.offload_param.device, zero.offload_optimizer.device
+    params, states, ratio = (
+        zero.offload_param.device,
+        zero.offload_optimizer.device,
+        zero.offload_optimizer.ratio,
+    )
     needs_whole_gradient = config.gradient_clipping is not None or config.resolve_batch(1).accumulation > 1
-    may_move_states = zero.offload_optimizer.ratio == 1
     may_update_early = update == "step" and not needs_whole_gradient
     updates: list[Update] = ["backward", update] if may_update_early else [update]
+    whole = [states] if has_device and states == "cpu" and ratio < 1 else []
     choices = product(
-        [*(_below(states, has_device=has_device) if may_move_states else ()), states],
+        [*((device, 1.0) for device in (*whole, *_below(states, has_device=has_device))), (states, ratio)],
         [*_below(params, has_device=has_device), params],
         updates,
     )
     remedies = []
-    for new_states, new_params, new_update in choices:
+    for (new_states, new_ratio), new_params, new_update in choices:
         settings = []
         if new_states != states:
             settings.append(_move(config, "offload_optimizer", new_states))
+        if new_ratio != ratio:
+            settings.append("zero_optimization.offload_optimizer.ratio = 1")
         if new_params != params:
             stage = "" if zero.stage == 3 else "zero_optimization.stage = 3 and "
             settings.append(stage + _move(config, "offload_param", new_params))
         if new_update != update:
             settings.append('zero_optimization.offload_optimizer.update = "backward"')
         if settings:
-            homes = [_home(device, has_device=has_device) for device in (new_params, new_states)]
-            remedy = Remedy(" and ".join(settings), homes[0], homes[1], new_update)
+            state_home, share = _state_home(new_states, new_ratio, has_device=has_device)
+            param_home = _home(new_params, has_device=has_device)
+            remedy = Remedy(" and ".join(settings), param_home, state_home, new_update, share)
             remedies.append((len(settings), remedy))
     yield from (remedy for _, remedy in sorted(remedies, key=itemgetter(0)))
 
@@ -269,3 +285,11 @@ def _home(device: str, *, has_device: bool) -> Home:
     if device == "nvme":
         return "nvme"
     return "device" if device == "none" and has_device else "host"
+
+
+def _state_home(device: str, ratio: float, *, has_device: bool) -> tuple[Home, float]:
+    """The home of optimizer state, and the part of it that stays on the compute device all the same."""
+    home = _home(device, has_device=has_device)
+    if not has_device or home != "host":
+        return home, 0.0
+    return ("device", 0.0) if ratio == 0 else (home, 1 - ratio)

@@ -58,11 +58,11 @@ def simulate(monkeypatch):
         accelerator.close()
 
 
-def on_cpu(steps=3, *, micro_batches=1, **settings):
+def on_cpu(steps=3, *, micro_batches=1, layers=4, **settings):
     """The oracle: losses and bits of the same loop with the CPU as the compute device."""
     settings = {"accelerator": "cpu", "gradient_accumulation_steps": micro_batches, **settings}
     plain = config("/unused", ("none", "none", "step"), **settings)
-    model, optimizer = offload.prepare(wide(), plain)
+    model, optimizer = offload.prepare(wide(layers=layers), plain)
     with contextlib.closing(optimizer.engine):
         return train(model, optimizer, steps, micro_batches=micro_batches), bits(optimizer.engine)
 
@@ -661,3 +661,87 @@ def test_a_device_budget_holds_whatever_is_asked_for(swap_path, simulate):
         optimizer.engine.close()
         assert accelerator.live_peak <= budget
     assert 0 < refused < 12
+
+
+# -- a part of the optimizer state on the device ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [0, 0.3, 0.7, 1])
+@pytest.mark.parametrize(
+    ("params", "update", "micro_batches"),
+    [
+        ("none", "step", 1),
+        ("cpu", "step", 3),
+        ("cpu", "backward", 1),
+        ("nvme", "step", 1),
+        ("nvme", "backward", 1),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ratio_divides_the_state_by_units_and_changes_no_bit(
+    ratio, params, update, micro_batches, precision, swap_path, simulate
+):
+    """Ten equal layers: 1 - ratio of them have state and gradients on the device, and are updated there."""
+    layers = 10
+    losses, expected = on_cpu(
+        micro_batches=micro_batches, precision=precision, layers=layers, gradient_clipping=clipping(update)
+    )
+    accelerator = simulate(seed=int(10 * ratio))
+    settings = config(
+        swap_path,
+        (params, "cpu", update),
+        precision=precision,
+        gradient_accumulation_steps=micro_batches,
+        gradient_clipping=clipping(update),
+    )
+    settings["zero_optimization"]["offload_optimizer"]["ratio"] = ratio
+    model, optimizer = offload.prepare(wide(layers=layers), settings)
+    engine = optimizer.engine
+    with contextlib.closing(engine):
+        there = round(layers * (1 - ratio))
+        assert engine.plan.on_device == frozenset(range(there))
+        for chunk in engine.plan.chunks:
+            assert accelerator.is_device(engine.read_chunk(chunk)) == (chunk.unit < there)
+        planned = {
+            line.purpose: line.total
+            for line in engine.plan.lines
+            if line.tier == "device" and line.purpose not in ("gradients on their way", "update scratch")
+        }
+        assert dict(engine._tiers.device.allocated) == planned
+        assert train(model, optimizer, micro_batches=micro_batches) == losses
+        ledger = engine.report()
+        assert +ledger.moved == ledger.predicted
+        parameters = sum(param.numel() for param in model.parameters())
+        itemsize = 2 if precision == "bf16" else 4
+        crossed = 3 * micro_batches * parameters * itemsize * (layers - there) // layers
+        assert ledger.moved["d2h", "grad"] == crossed
+        assert_same_bits(bits(engine), expected)
+
+
+def clipping(update):
+    return 0.1 if update == "step" else None
+
+
+def test_ratio_with_gradients_that_user_code_edits(swap_path, simulate):
+    """`p.grad` is a true view on the device and fetched from the host elsewhere: a loop does not see which."""
+
+    def loop(model, optimizer):
+        for step in range(3):
+            for micro_batch in range(2):
+                model(rows(seed=10 * step + micro_batch)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            for param in model.parameters():
+                param.grad.mul_(2)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = wide()
+    loop(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.01))
+    simulate()
+    settings = config(swap_path, ("cpu", "cpu", "step"))
+    settings["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
+    model, optimizer = offload.prepare(wide(), settings)
+    with contextlib.closing(optimizer.engine):
+        assert optimizer.engine.plan.on_device == {0, 1}
+        loop(model, optimizer)
+        torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-5, atol=1e-7)

@@ -66,6 +66,27 @@ def test_sums_by_hand_everything_in_memory():
     assert not plan.bytes_at_start() and not plan.bytes_moved(5)
 
 
+def test_sums_by_hand_with_a_part_of_the_state_on_the_device():
+    """Units of 4096, 2048 and 6144 elements: the first two are half of the whole."""
+    place = placement(param_home="host", state_home="host", device_bytes=GiB, device_share=0.5)
+    plan = MemoryPlan.build(place, inventory_of([4096, 100, 6144]))
+    elements, there, rest = 12288, 6144, 6144
+    assert plan.on_device == {0, 1}
+    scratch, crossing, staging = 64 << 20, 2 * 6144 * 2, 4 * 6144 * 4
+    assert plan.bytes_total("device") == 3 * 6144 * 2 + there * 2 + there * 10 + scratch + crossing
+    assert plan.bytes_total("host") == elements * 2 + rest * 2 + rest * 10 + staging
+    assert plan.bytes_moved(3) - plan.bytes_moved(2) == {
+        ("h2d", "weight"): 6144 * 2,  # of the one unit that the host updates: every unit has a slot
+        ("d2h", "weight"): there * 2,
+        ("d2h", "grad"): 6144 * 2,
+    }
+    backward = MemoryPlan.build(replace(place, update="backward"), plan.inventory)
+    slots = backward.bytes_total("device") - 3 * 6144 * 2 - there * 10 - scratch - crossing
+    assert slots == 2 * 4096 * 2
+    less = MemoryPlan.build(replace(place, device_share=0.49), plan.inventory)
+    assert less.on_device == {0}
+
+
 def test_update_in_backward_takes_two_gradient_slots():
     plan = MemoryPlan.build(placement(update="backward"), inventory_of([4096, 100, 6144]))
     assert plan.bytes_total("host") == 3 * 6144 * 2 + 2 * 6144 * 2 + 4 * 6144 * 10
