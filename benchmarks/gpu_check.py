@@ -106,7 +106,7 @@ def _later(module: str, function: str) -> Callable[[Run], Iterator[Finding]]:
 
 
 SECTIONS = [
-    Section("build", build, 90),
+    Section("build", build, 150),
     Section("environment", environment, 20),
     Section("kernels", _later("correctness", "kernels"), 60),
     Section("links", _later("links", "bandwidth"), 20),
