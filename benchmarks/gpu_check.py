@@ -106,7 +106,7 @@ def _later(module: str, function: str) -> Callable[[Run], Iterator[Finding]]:
 
 
 SECTIONS = [
-    Section("build", build, 90),
+    Section("build", build, 150),
     Section("environment", environment, 20),
     Section("kernels", _later("correctness", "kernels"), 60),
     Section("links", _later("links", "bandwidth"), 20),
@@ -187,7 +187,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "test"], default="cuda")
     parser.add_argument("--smoke", action="store_true", help="smallest sizes: to see that the script runs")
     parser.add_argument("--seconds", type=float, default=330, help="what all sections may take together")
-    parser.add_argument("--swap", help="directory for swap files; a temporary one where it is left out")
+    parser.add_argument("--swap", help="directory for swap files, on a disk; runs/ where it is left out")
     parser.add_argument(
         "--out", default="gpu_check.json", help="where results go, as JSON and as a table (.md)"
     )
@@ -209,8 +209,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"--only: there is no section {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     provide_psutil()
+    swap = Path(options.swap or ROOT / "runs")  # not the system's: that may be memory
+    swap.mkdir(parents=True, exist_ok=True)
     deadline, outcomes = time.monotonic() + options.seconds, []
-    with tempfile.TemporaryDirectory(dir=options.swap) as directory, _deterministic():
+    with tempfile.TemporaryDirectory(dir=swap) as directory, _deterministic():
         described = host(directory)
         for section in SECTIONS:
             if section.name in names:

@@ -97,12 +97,14 @@ def provide_psutil() -> None:
 
 def config(run: Run, param: str, state: str, update: str = "step", **changes: Any) -> dict[str, Any]:
     """A configuration with parameters and optimizer state on "none", "cpu" or "nvme"."""
+    from offload.metrics import memory_available_bytes
+
     path = {"nvme_path": str(run.swap)}
     return {
         "accelerator": run.accelerator,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
-        "memory": {"host_bytes": "auto"},
+        "memory": {"host_bytes": int(memory_available_bytes() * 0.9)},
         "zero_optimization": {
             "stage": 3,
             "offload_param": {"device": param, **path},

@@ -86,19 +86,25 @@ def decoder_config(name: str) -> Any:
     return DecoderConfig(**shapes[name], num_kv_heads=heads, max_seq_len=4096)
 
 
+def _decoder(task: dict[str, Any]) -> nn.Module:
+    """Its logits exist at once, so that the output layer is used once in a step."""
+    from offload.models.decoder import Decoder
+
+    return Decoder(decoder_config(task["model"]), loss_chunk=task["batch"] * task["seq"])
+
+
 @contextlib.contextmanager
 def _ours(run: Run, task: dict[str, Any]) -> Iterator[tuple[Step, Callable[[], dict[str, Any]]]]:
     from offload import construct
-    from offload.models.decoder import Decoder
     from offload.models.presets import activation_bytes
 
     shape = decoder_config(task["model"])
     with torch.device("meta"):
-        model = Decoder(shape)
+        model = _decoder(task)
     shapes = {name: param.shape for name, param in model.named_parameters()}
     construct.fill_later(model, lambda name: _value(shapes[name]))
     settings = config(run, task["param"], task["state"], task["update"])
-    activations = activation_bytes(shape, task["batch"], task["seq"])
+    activations = activation_bytes(shape, task["batch"], task["seq"], loss_chunk=task["batch"] * task["seq"])
     with prepared(model, settings, activation_bytes=activations) as (model, optimizer):
         engine = optimizer.engine
 
@@ -118,11 +124,9 @@ def _ours(run: Run, task: dict[str, Any]) -> Iterator[tuple[Step, Callable[[], d
 @contextlib.contextmanager
 def _plain(run: Run, task: dict[str, Any]) -> Iterator[tuple[Step, Callable[[], dict[str, Any]]]]:
     """bf16 weights over fp32 masters, all on the device, with torch's fused AdamW."""
-    from offload.models.decoder import Decoder
-
     device = torch.device("cuda" if run.is_cuda else "cpu")
     with torch.device("meta"):
-        model = Decoder(decoder_config(task["model"]))
+        model = _decoder(task)
     model = model.to(torch.bfloat16).to_empty(device=device)
     with torch.no_grad():
         for param in model.parameters():
@@ -152,8 +156,6 @@ def _fsdp2(run: Run, task: dict[str, Any]) -> Iterator[tuple[Step, Callable[[], 
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    from offload.models.decoder import Decoder
-
     is_pure = task["contestant"] == "fsdp2-bf16"
     os.environ.setdefault("LOCAL_RANK", "0")
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -166,7 +168,7 @@ def _fsdp2(run: Run, task: dict[str, Any]) -> Iterator[tuple[Step, Callable[[], 
             else MixedPrecisionPolicy(param_dtype=torch.bfloat16),
         }
         with torch.device("meta"):
-            model: Any = Decoder(decoder_config(task["model"]))
+            model: Any = _decoder(task)
         if is_pure:
             model = model.to(torch.bfloat16)
         for block in model.model.layers:
