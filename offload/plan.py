@@ -292,7 +292,8 @@ class MemoryPlan:
         for index, unit in enumerate(units):
             if unit.elements > left:
                 break
-            chosen.append(index)
+            if unit.elements:
+                chosen.append(index)
             left -= unit.elements
         return frozenset(chosen)
 

@@ -85,6 +85,9 @@ def test_sums_by_hand_with_a_part_of_the_state_on_the_device():
     assert slots == 2 * 4096 * 2
     less = MemoryPlan.build(replace(place, device_share=0.49), plan.inventory)
     assert less.on_device == {0}
+    frozen = inventory_of([4096, 100, 6144], frozen=(0,))
+    assert MemoryPlan.build(replace(place, device_share=0.3), frozen).on_device == {1}
+    assert MemoryPlan.build(placement(), frozen).on_device == set()
 
 
 def test_update_in_backward_takes_two_gradient_slots():
