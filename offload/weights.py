@@ -104,6 +104,9 @@ class ResidentWeights:
     def begin_update(self, unit: int, *, in_backward: bool) -> None:
         return None
 
+    def begin_write(self, unit: int) -> None:
+        return None
+
     def store(self, unit: int, begin: int, end: int) -> Ticket:
         return DoneTicket()
 
@@ -309,6 +312,11 @@ class StreamedWeights:
             self.mover.residency.copies[unit].advance(BlockState.DIRTY)
         if unit not in self._on_device:
             self.mover.begin_change(unit)
+
+    def begin_write(self, unit: int) -> None:
+        """Makes the unit's host bytes present, for anybody to change, until :meth:`end_update`."""
+        self.begin_update(unit, in_backward=True)
+        self.mover.begin_change(unit)
 
     def store(self, unit: int, begin: int, end: int) -> Ticket:
         """Brings the bytes [begin, end) that the update has changed home."""
