@@ -242,9 +242,10 @@ class Partition:
                 f" {GATHER_LOSS}"
             )
 
-    def detach(self, unit: int) -> None:
+    def detach(self, unit: int, *, only_trained: bool = False) -> None:
         """Makes the unit's parameters absent. See Note [Absent parameters]."""
-        self._lost += [stored.name for stored in self.units[unit] if stored.point(stored.absent)]
+        members = self.trained[unit] if only_trained else self.units[unit]
+        self._lost += [stored.name for stored in members if stored.point(stored.absent)]
 
     def is_saved(self, unit: int) -> bool:
         """Whether the unit must stay where it is. See Note [Saved parameters]."""

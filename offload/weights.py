@@ -236,6 +236,7 @@ class StreamedWeights:
             read=host.fetch,
             attach=partition.attach,
             detach=partition.detach,
+            detach_trained=lambda unit: partition.detach(unit, only_trained=True),
             is_saved=partition.is_saved,
             reclaim=reclaim,
             scheduler=plan.scheduler(),
