@@ -200,6 +200,7 @@ class OffloadEngine:
                         for unit in sorted(set(self._gradients.units) - self._updated, reverse=True):
                             self._update_passing(unit, self._gradients)
                 self._used_twice.clear()
+                self.weights.end_backward()
                 self._in_backward = False
             self.poll()
 
@@ -263,6 +264,7 @@ class OffloadEngine:
                     )
             self._gradients.discard()
         self._used_twice.clear()
+        self.weights.end_backward()
         self._in_backward = False
 
     def _backward_order(self) -> Sequence[int]:

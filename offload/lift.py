@@ -87,7 +87,3 @@ class Lifts:
             self._idle[slot] = self._accelerator.compute.record()
             self._stale[slot] = size
             self._accelerator.forget(self.halves[slot][:size])
-
-    def has_changed(self, slot: int) -> None:
-        """The half has been updated by compute, and its host bytes follow: both stay equal."""
-        self._arrival[slot] = self._accelerator.compute.record()

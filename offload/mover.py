@@ -207,11 +207,6 @@ class Mover:
             slot.is_attached, slot.is_partly_attached = False, True
         self._lifts.spoil(copy.slot, size)
 
-    def has_changed(self, unit: int) -> None:
-        """The device half of a present unit has been updated by compute."""
-        if self._lifts is not None:
-            self._lifts.has_changed(self.slot_of(unit))
-
     def lift_ahead(self) -> None:
         """Starts the lifts that the trace has asked for, as far as their host halves are there."""
         while self._lifts is not None and self._wanted:

@@ -15,6 +15,7 @@ the waiter. Two accesses to one memory of which one is a write must be ordered b
 the first step that lacks it, whatever the delays are. Compute is watched by a ``TorchDispatchMode``, which sees
 the operations of user code and of autograd alike; kernels and file I/O, which torch does not see, tell
 ``accel.native_watchers``. Both ends of a copy must live until it has run, and its source must not have changed.
+What operations make is not followed: what is copied to the host from other memory counts as made by the last one.
 """
 
 from __future__ import annotations
@@ -183,6 +184,8 @@ class SimulatedAccelerator:
         self.begin_access(queue.name)
         self.access(queue.name, source, is_write=False)
         self.access(queue.name, destination, is_write=True)
+        if not (self.knows(source) or self.is_device(destination)):
+            self._check_made(queue.name)
         queue.time = self._span(queue.name, f"{queue.name} {source.nbytes} B", queue.time, source.nbytes)
         with (
             _disable_current_modes()
@@ -283,6 +286,16 @@ class SimulatedAccelerator:
         """Whether the tensor lies in device memory or in registered host memory."""
         return self._memory_of(tensor) is not None
 
+    def _check_made(self, actor: str) -> None:
+        """A source in neither memory is taken for what compute has made last, like a gradient."""
+        if self.clocks[actor].get(COMPUTE, 0) < self.clocks[COMPUTE].get(COMPUTE, 0):
+            raise OrderingError(f"{actor} reads what compute may still have to make: no event orders them")
+
+    def is_device(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in allocated device memory."""
+        memory = self._memory_of(tensor)
+        return memory is not None and memory.name == DEVICE
+
     def computes(self, accesses: Sequence[tuple[torch.Tensor, bool]]) -> None:
         """An operation, or native code, reads and writes (True) tensors: compute, where one is on the device."""
         watched = [
@@ -295,6 +308,8 @@ class SimulatedAccelerator:
             self.begin_access(actor)
             for tensor, is_write, _ in watched:
                 self.access(actor, tensor, is_write=is_write)
+        elif accesses:
+            self.begin_access(COMPUTE)
         if self.seconds_of is not None:
             self.computed(sum(tensor.nbytes for tensor, _ in accesses))
 
