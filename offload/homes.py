@@ -82,7 +82,8 @@ def make_weights(
         host = HostPlanes(planes)
     if tiers.device is None or tiers.links is None or tiers.accelerator is None:
         return StreamedWeights(partition, plan, host, ledger, reclaim)
-    halves = tiers.device.allocate("weight slots", plan.device_slot_bytes)
+    purpose = "weights" if home == "device" else "weight slots"
+    halves = tiers.device.allocate(purpose, plan.device_slot_bytes)
     lifts = Lifts(tiers.accelerator, tiers.links, halves, host.of)
     links = tiers.links if plan.placement.updates_on_device else None
     return StreamedWeights(partition, plan, host, ledger, reclaim, lifts=lifts, links=links)

@@ -18,7 +18,7 @@ from offload import accel, engine, gradients, landing, lift, links, mover, parti
 from offload.accel.simulated import SimulatedAccelerator, SimulatedStream
 from offload.errors import OffloadError
 
-SEEDS = range(3)
+SEEDS = range(2)
 
 
 # -- scenarios --------------------------------------------------------------------------------------------
