@@ -264,7 +264,6 @@ class OffloadEngine:
                     )
             self._gradients.discard()
         self._used_twice.clear()
-        self.weights.end_backward()
         self._in_backward = False
 
     def _backward_order(self) -> Sequence[int]:
