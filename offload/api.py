@@ -28,7 +28,7 @@ from .matmul import WideLinears, bf16_is_native
 from .models.pretrained import build_meta_model, open_checkpoint
 from .optimizer import OffloadOptimizer
 from .partition import Partition
-from .placement import nvme_path_of, placement_of, refuse_unbuilt
+from .placement import nvme_path_of, placement_of, refuse_unbuilt, swap_paths_of
 from .plan import MemoryPlan
 from .store import SwapStore
 
@@ -92,8 +92,8 @@ def prepare(
         inventory = dataclasses.replace(partition.inventory, library_bytes=library_bytes)
         plan = MemoryPlan.build(placement_of(settings, device_free_bytes=free_bytes), inventory)
         store = None
-        if path := nvme_path_of(settings):
-            store = SwapStore.open(path, plan, settings.aio, ledger)
+        if paths := swap_paths_of(settings):
+            store = SwapStore.open(paths, plan, settings.aio, ledger)
             undo.callback(store.close)
         engine = OffloadEngine(
             partition,
@@ -190,11 +190,14 @@ def gather(params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bo
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Brings every buffer to the device that computes; types stay as they are."""
+    """Brings every buffer to the device that computes; types stay as they are, and what is shared stays shared."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                module._buffers[name] = moved[buffer]
 
 
 def open_engines() -> list[OffloadEngine]:

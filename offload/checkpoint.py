@@ -165,7 +165,7 @@ def exported(
 
     def fetch(name: str) -> torch.Tensor:
         if name in buffer_of_name:
-            return buffer_of_name[name].detach().contiguous()
+            return buffer_of_name[name].detach().cpu().contiguous()
         stored = stored_of_name[name]
         wanted = dtype_of(stored)
         value = read_master(engine, stored) if wanted is torch.float32 else read_weight(engine, stored)

@@ -9,7 +9,9 @@ that things are there early. Units are fetched and updated ahead by `poll`, at e
 Note [Update in backward]
 Weights then change before `step()` is called, so nothing in the same backward may read a unit's weights after
 its update. A unit is updated when all its trained parameters have a gradient: each use of a weight in the
-graph has then been differentiated. A unit used several times, or holding a tied weight, may get further
+graph has then been differentiated. Not so of its frozen weights: a node that keeps one on its ``ctx`` (as
+quantised layers do) may run later, so a unit that has any is updated when the next unit's backward begins. A
+unit used several times, or holding a tied weight, may get further
 gradients from a recomputed (reentrant) part, and waits for the end of backward. A gradient that comes after
 all the same is an error, never a lost sum.
 """
@@ -21,7 +23,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -32,13 +34,13 @@ from .errors import OffloadError, TransferError
 from .gradients import PassingGradients, WaitingGradients, explain_not_finite, square_sums
 from .homes import Source, Tiers, bring_home, make_gradients, make_states, make_weights
 from .ledger import Ledger
-from .optim import Adam, DeviceAdam, Segment
+from .optim import Adam, DeviceAdam
 from .partition import Partition, StoredParam
-from .pipeline import OptimizerPipeline, Unbroken, UnitUpdate, state_planes
+from .pipeline import OptimizerPipeline, Unbroken, UnitUpdate, next_segment, state_planes
 from .plan import Chunk, MemoryPlan
 from .schedule import Phase
 from .store import SwapStore
-from .weights import Hold, StreamedWeights
+from .weights import NO_HOLD, Hold, StreamedWeights
 
 logger = logging.getLogger("offload")
 
@@ -91,19 +93,27 @@ class OffloadEngine:
             stored.unit for stored in partition.of_param.values() if len(stored.names) > 1
         }
         self._used_twice: set[int] = set()
+        self._frozen = {stored.unit for stored in partition.of_param.values() if not stored.trainable}
+        self._complete: dict[int, None] = {}  # units with frozen weights, to be updated soon
         self._versions = [0] * len(partition.units)
         self._first_forward: float | None = None
         self._squares: dict[int, list[float]] = {}  # of units updated in this backward
 
         self.accelerator = accelerator
-        kind = DeviceAdam if plan.placement.updates_on_device else Adam
-        self._optimizer = kind(weight_format=plan.placement.precision, adamw_mode=adamw_mode)
+        self._optimizer, there = (
+            kind(weight_format=plan.placement.precision, adamw_mode=adamw_mode) for kind in (Adam, DeviceAdam)
+        )
         self._tiers = tiers = Tiers.open(accelerator, ledger)
-        self.weights = make_weights(partition, plan, tiers, store, ledger, self._reclaim)
-        self._states = make_states(plan, tiers, store)
-        self.pipeline = OptimizerPipeline(self._optimizer, plan, self._states, self.weights, ledger)
-        self._gradients = make_gradients(partition, plan, tiers, ledger, self._wait_for_gradient_slot)
-        bring_home(partition, plan, self.weights, self._states, self._gradients, store, source)
+        with ExitStack() as undo:
+            undo.callback(tiers.close)
+            self.weights = make_weights(partition, plan, tiers, store, ledger, self._reclaim)
+            self._states = make_states(plan, tiers, store)
+            self.pipeline = OptimizerPipeline(
+                self._optimizer, plan, self._states, self.weights, ledger, on_device=there
+            )
+            self.gradients = make_gradients(partition, plan, tiers, ledger, self._wait_for_gradient_slot)
+            bring_home(partition, plan, self.weights, self._states, self.gradients, store, source)
+            undo.pop_all()
         ledger.start_steps()
         if store is not None:
             store.start_steps()
@@ -117,13 +127,15 @@ class OffloadEngine:
                 self._first_forward = time.perf_counter()
             self._break_off_backward()
             self.weights.enter(Phase.FORWARD, training=training)
-            if training and isinstance(self._gradients, WaitingGradients):
+            if training and isinstance(self.gradients, WaitingGradients):
                 self._announce(range(len(self.partition.units)))
             self.poll()
 
     def lease(self, unit: int) -> Hold:
         """Makes a unit's weights present until the hold is closed. Waits only if they are not there."""
         with self._guard():
+            if self.partition.is_gathered(unit):
+                return NO_HOLD
             hold = self._checked(self.weights.lease(unit))
             self.poll()
             return hold
@@ -133,6 +145,11 @@ class OffloadEngine:
         with self._guard():
             self.weights.use(unit)
             self.partition.refuse_misuse()
+
+    @property
+    def device(self) -> torch.device:
+        """What computes: where inputs have to be."""
+        return self.partition.device
 
     @property
     def is_open(self) -> bool:
@@ -154,7 +171,7 @@ class OffloadEngine:
         with self._guard():
             self._in_backward = True
             self.weights.enter(Phase.BACKWARD)
-            if isinstance(self._gradients, PassingGradients):
+            if isinstance(self.gradients, PassingGradients):
                 self._announce(unit for unit in self._backward_order() if unit not in self._updated)
             self.poll()
         return True
@@ -162,32 +179,22 @@ class OffloadEngine:
     def before_backward(self, unit: int) -> None:
         """The unit's weights are needed in backward now, and stay until its gradients are complete."""
         with self._guard():
+            self._update_complete(without=unit)
             hold = self._holds.pop(unit, None)
             if hold is None:
-                while len(self._holds) >= BACKWARD_HOLDS_MAX:
-                    self._release_oldest_hold()
+                self._release_holds(down_to=BACKWARD_HOLDS_MAX - 1)
                 hold = self.weights.lease(unit)
             self._holds[unit] = hold
             self.poll()
 
-    @property
-    def hides_gradients(self) -> bool:
-        """Whether :meth:`before_accumulation` must be called: `p.grad` is not where it seems to be."""
-        return isinstance(self._gradients, WaitingGradients) and self._gradients.is_offloaded
-
-    def before_accumulation(self, stored: StoredParam) -> None:
-        """Autograd is about to add a gradient to ``stored.param.grad``."""
-        if isinstance(self._gradients, WaitingGradients):
-            self._gradients.before_accumulation(stored)
-
     def gradient_ready(self, stored: StoredParam) -> None:
         """Autograd has finished ``stored.param.grad``."""
         with self._guard():
-            if isinstance(self._gradients, WaitingGradients):
-                self._gradients.take(stored)
+            if isinstance(self.gradients, WaitingGradients):
+                self.gradients.take(stored)
             else:
                 with self._updating:
-                    self._take_passing(stored, self._gradients)
+                    self._take_passing(stored, self.gradients)
             self.poll()
 
     def end_backward(self) -> None:
@@ -195,10 +202,11 @@ class OffloadEngine:
         with self._guard():
             if self._in_backward:
                 self._release_holds()
-                if isinstance(self._gradients, PassingGradients):
+                self._complete.clear()  # all that have a gradient come now
+                if isinstance(self.gradients, PassingGradients):
                     with self._updating:
-                        for unit in sorted(set(self._gradients.units) - self._updated, reverse=True):
-                            self._update_passing(unit, self._gradients)
+                        for unit in sorted(set(self.gradients.units) - self._updated, reverse=True):
+                            self._update_passing(unit, self.gradients)
                 self._used_twice.clear()
                 self.weights.end_backward()
                 self._in_backward = False
@@ -212,7 +220,7 @@ class OffloadEngine:
     def poll(self) -> None:
         """Moves on what can move without waiting."""
         with self._updating:
-            self._gradients.poll()
+            self.gradients.poll()
             self.pipeline.run()
         self.weights.poll()
 
@@ -225,7 +233,18 @@ class OffloadEngine:
             )
         passing.take(stored)
         if passing.is_complete(stored.unit) and stored.unit not in self._shared | self._used_twice:
-            self._update_passing(stored.unit, passing)
+            if stored.unit in self._frozen:
+                self._complete[stored.unit] = None
+            else:
+                self._update_passing(stored.unit, passing)
+
+    def _update_complete(self, *, without: int | None = None) -> None:
+        """Updates units that have waited because of their frozen weights. See Note [Update in backward]."""
+        for unit in [unit for unit in self._complete if unit != without]:
+            del self._complete[unit]
+            if isinstance(self.gradients, PassingGradients) and unit not in self._used_twice:
+                with self._updating:
+                    self._update_passing(unit, self.gradients)
 
     def _update_passing(self, unit: int, passing: PassingGradients) -> None:
         plane, params = passing.plane(unit), passing.present(unit)
@@ -234,10 +253,11 @@ class OffloadEngine:
         def check() -> None:
             squares = square_sums(plane, params, whole=whole)
             if not math.isfinite(math.fsum(squares)):
+                grads = ((stored, stored.view_elements(plane)) for stored in params)
                 raise OffloadError(
-                    f"{self._explain_not_finite((stored, stored.view_elements(plane)) for stored in params)};"
-                    " with update 'backward' other units have been updated already: this step cannot be"
-                    " skipped; restart from the last checkpoint, with offload_optimizer.update 'step'"
+                    f"{explain_not_finite(grads, may_be_absent=self.weights.streamed)}; with update 'backward'"
+                    " other units have been updated already: this step cannot be skipped; restart from the last"
+                    " checkpoint, with offload_optimizer.update 'step'"
                 )
             self._squares[unit] = squares
 
@@ -254,7 +274,8 @@ class OffloadEngine:
         if not self._in_backward:
             return
         self._release_holds()
-        if isinstance(self._gradients, PassingGradients):
+        self._complete.clear()
+        if isinstance(self.gradients, PassingGradients):
             with self._updating:
                 if self._updated:
                     raise OffloadError(
@@ -262,7 +283,7 @@ class OffloadEngine:
                         " had been updated, which is half a step; restart from the last checkpoint; with"
                         " offload_optimizer.update 'step' an interrupted backward changes nothing"
                     )
-            self._gradients.discard()
+            self.gradients.discard()
         self._used_twice.clear()
         self._in_backward = False
 
@@ -277,10 +298,10 @@ class OffloadEngine:
         """Applies the gradients. False where a gradient was not finite and the whole step was refused."""
         with self._guard():
             self._break_off_backward()
-            if isinstance(self._gradients, PassingGradients):
-                applied = self._step_in_backward(self._gradients)
+            if isinstance(self.gradients, PassingGradients):
+                applied = self._step_in_backward(self.gradients)
             else:
-                applied = self._step_now(self._gradients)
+                applied = self._step_now(self.gradients)
             if applied:
                 self.ledger.steps += 1
             if self._first_forward is not None:
@@ -303,11 +324,9 @@ class OffloadEngine:
         self.grad_norm = norm = waiting.norm(present)
         if not math.isfinite(norm):
             self.ledger.skipped_steps += 1
-            planes = zip(present, waiting.planes, strict=True)
-            grads = ((stored, stored.view_elements(plane)) for params, plane in planes for stored in params)
             logger.warning(
                 "step refused: %s; no weight, moment or step count has changed (%d refused so far)",
-                self._explain_not_finite(grads),
+                waiting.explain_not_finite(present, may_be_absent=self.weights.streamed),
                 self.ledger.skipped_steps,
             )
             return False
@@ -321,17 +340,9 @@ class OffloadEngine:
         self.pipeline.cancel_announced()
         return any(present)
 
-    def _explain_not_finite(self, grads: Iterable[tuple[StoredParam, torch.Tensor]]) -> str:
-        return explain_not_finite(grads, may_be_absent=self.weights.streamed)
-
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scales all gradients so that their global norm is at most ``max_norm``; returns the norm before."""
-        if isinstance(self._gradients, PassingGradients):
-            raise OffloadError(
-                "gradients do not wait for step() with update 'backward': they cannot be clipped by their"
-                " global norm; set offload_optimizer.update to 'step'"
-            )
-        return self._gradients.clip_norm(max_norm)
+        return self.gradients.clip_norm(max_norm)
 
     def _unit_update(
         self,
@@ -341,24 +352,8 @@ class OffloadEngine:
         grad_scale: float,
         on_updated: Callable[[int], None],
     ) -> UnitUpdate:
-        segments: list[Segment] = []
         self._versions[unit] += bool(params)
-        for stored in params:
-            stored.step += 1
-            group = self.groups[stored.group]
-            beta1, beta2 = group["betas"]
-            segments.append(
-                Segment(
-                    begin=stored.placed.begin,
-                    end=stored.placed.end,
-                    step=stored.step,
-                    lr=float(group["lr"]),
-                    beta1=float(beta1),
-                    beta2=float(beta2),
-                    eps=float(group["eps"]),
-                    weight_decay=float(group["weight_decay"]),
-                )
-            )
+        segments = [next_segment(stored, self.groups[stored.group]) for stored in params]
         return UnitUpdate(unit, plane, segments, grad_scale, on_updated)
 
     # -- giving way ---------------------------------------------------------------------------------------
@@ -375,14 +370,15 @@ class OffloadEngine:
             return True
         return False
 
-    def _release_holds(self) -> None:
-        while self._holds:
+    def _release_holds(self, down_to: int = 0) -> None:
+        while len(self._holds) > down_to:
             self._release_oldest_hold()
 
     def _release_oldest_hold(self) -> None:
         self._holds.pop(next(iter(self._holds))).close()
 
     def _wait_for_gradient_slot(self, taken_by: list[int]) -> None:
+        self._update_complete()
         if self.pipeline.pending:
             self.pipeline.wait_once()
             self.pipeline.run()
@@ -485,7 +481,7 @@ class OffloadEngine:
                 self._store.update_seconds()
                 self._store.close()
             self._tiers.close()
-        self._gradients.close()
+        self.gradients.close()
         self._holds.clear()
         while self._on_close:
             self._on_close.pop()()

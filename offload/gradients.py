@@ -17,8 +17,8 @@ nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
@@ -26,13 +26,10 @@ from torch.utils import _pytree as pytree
 from .errors import ConfigError, OffloadError
 from .landing import Landing
 from .links import Ticket
-from .optim import kernels
+from .optim import block_square_sums
 from .partition import GATHER_LOSS, Partition, StoredParam
 
 GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
-Allocate = Callable[[str, Sequence[int]], list[torch.Tensor]]
-"""Memory for gradients, of the tier where they wait: (purpose, sizes)."""
-
 _DESCRIPTIONS = {
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "requires_grad", "is_leaf",
@@ -97,34 +94,39 @@ class WaitingGradients:
         self,
         partition: Partition,
         grad_itemsize: int,
-        allocate: Allocate,
+        memory: Sequence[torch.Tensor],
         landing: Landing,
         *,
         device: torch.device | None = None,
+        on_device: Collection[int] = (),
     ) -> None:
         """
         Args:
-            device: the accelerator that makes the gradients, where they wait in host memory.
+            memory: for each unit's plane, as bytes.
+            device: the accelerator that makes the gradients, where that is not where all of them wait.
+            on_device: units whose gradients wait there all the same.
         """
-        self._partition, self._landing, self._device = partition, landing, device
-        self.dtype = grad_dtype = GRAD_DTYPES[grad_itemsize]
-        sizes = [unit.elements * grad_itemsize for unit in partition.inventory.units]
-        self.planes = [piece.view(grad_dtype).zero_() for piece in allocate("gradients", sizes)]
+        self._partition, self._landing = partition, landing
+        grad_dtype = GRAD_DTYPES[grad_itemsize]
+        self.planes = [piece.view(grad_dtype).zero_() for piece in memory]
         self._shown: dict[StoredParam, torch.Tensor] = {}
+        self._offloaded: set[StoredParam] = set()
         self._adding: set[StoredParam] = set()  # another gradient is to be added to what is there
         for stored in partition.trainable:
             view = stored.view_elements(self.planes[stored.unit])
-            if device is None and view.dtype != stored.dtype:
+            if device is not None and stored.unit not in on_device:
+                self._offloaded.add(stored)
+                view = self._show_offloaded(stored, view, device)
+            elif view.dtype != stored.dtype:
                 allow_grad_dtype(stored, view.dtype)
-            self._shown[stored] = view if device is None else self._show_offloaded(stored, view, device)
+            self._shown[stored] = view
 
-    @property
-    def is_offloaded(self) -> bool:
+    def is_offloaded(self, stored: StoredParam) -> bool:
         """Whether :meth:`before_accumulation` must be called."""
-        return self._device is not None
+        return stored in self._offloaded
 
     def before_accumulation(self, stored: StoredParam) -> None:
-        """Autograd is about to add to ``p.grad``: where that is not the true value, it must not."""
+        """Autograd is about to add to ``p.grad``, which is not the true value: it must not."""
         if stored.param.grad is self._shown[stored]:
             self._adding.add(stored)
             stored.param.grad = None
@@ -158,15 +160,22 @@ class WaitingGradients:
 
     def norm(self, present: Sequence[list[StoredParam]]) -> float:
         """Global norm of the gradients that are there: one order of additions, whatever the tiers."""
-        squares: list[float] = []
+        pieces: list[torch.Tensor] = []
         for unit, params in enumerate(present):
             whole = len(params) == len(self._partition.trained[unit])
-            squares.extend(square_sums(self.planes[unit], params, whole=whole))
+            pieces.extend(pieces_of(self.planes[unit], params, whole=whole))
+        squares = block_square_sums(pieces)
         return math.sqrt(math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan)
 
     def poll(self) -> None:
         """Moves on what can move without waiting."""
         self._landing.poll()
+
+    def explain_not_finite(self, present: Sequence[list[StoredParam]], *, may_be_absent: bool) -> str:
+        """As :func:`explain_not_finite`, of all that are present."""
+        planes = zip(present, self.planes, strict=True)
+        grads = ((stored, stored.view_elements(plane)) for params, plane in planes for stored in params)
+        return explain_not_finite(grads, may_be_absent=may_be_absent)
 
     def clip_norm(self, max_norm: float) -> float:
         """Scales all gradients so that their global norm is at most ``max_norm``; returns the norm before."""
@@ -209,19 +218,20 @@ class PassingGradients:
         self,
         partition: Partition,
         grad_itemsize: int,
-        slot_count: int,
-        allocate: Allocate,
+        slots: Sequence[Sequence[torch.Tensor]],
         landing: Landing,
         wait_for_slot: Callable[[list[int]], None],
+        *,
+        on_device: Collection[int] = (),
     ) -> None:
         """
         Args:
+            slots: bytes for gradients that wait in host memory, and for those that wait on the device.
+            on_device: units that are updated on the device.
             wait_for_slot: called while no slot is free; returns when one may have become free.
         """
-        self._partition, self._landing = partition, landing
-        elements = max(unit.elements for unit in partition.inventory.units)
-        pieces = allocate("gradient slots", [elements * grad_itemsize] * slot_count)
-        self._free = [piece.view(GRAD_DTYPES[grad_itemsize]) for piece in pieces]
+        self._partition, self._landing, self._on_device = partition, landing, on_device
+        self._slots = [[piece.view(GRAD_DTYPES[grad_itemsize]) for piece in pieces] for pieces in slots]
         self._planes: dict[int, torch.Tensor] = {}
         self._present: dict[int, list[StoredParam]] = {}
         self._wait_for_slot = wait_for_slot
@@ -231,7 +241,11 @@ class PassingGradients:
 
     def scratch(self, unit: int) -> torch.Tensor:
         """Bytes for use before the first gradient, to be left zero."""
-        return self._free[-1].view(torch.uint8)
+        return self._free(unit)[-1].view(torch.uint8)
+
+    def _free(self, unit: int) -> list[torch.Tensor]:
+        """The free slots where the unit's gradients would wait."""
+        return self._slots[unit in self._on_device]
 
     @property
     def units(self) -> list[int]:
@@ -245,9 +259,10 @@ class PassingGradients:
             return
         plane = self._planes.get(stored.unit)
         if plane is None:
-            while not self._free:
-                self._wait_for_slot(self.units)
-            plane = self._free.pop()
+            free = self._free(stored.unit)
+            while not free:
+                self._wait_for_slot([unit for unit in self.units if self._free(unit) is free])
+            plane = free.pop()
             _zero_padding(plane, self._partition.units[stored.unit])
             self._planes[stored.unit] = plane
             self._present[stored.unit] = []
@@ -276,13 +291,21 @@ class PassingGradients:
         """Gives the unit's slot back and shows its gradients as absent."""
         for stored in self._present.pop(unit):
             stored.param.grad = self._absent[stored]
-        self._free.append(self._planes.pop(unit))
+        self._free(unit).append(self._planes.pop(unit))
 
     def discard(self) -> None:
         """Gives all slots back; their gradients are not wanted."""
+        self._landing.settle()
         self._present.clear()
-        self._free += self._planes.values()
-        self._planes.clear()
+        for unit in list(self._planes):
+            self._free(unit).append(self._planes.pop(unit))
+
+    def clip_norm(self, max_norm: float) -> NoReturn:
+        """Raises: nothing waits here to be clipped."""
+        raise OffloadError(
+            "gradients do not wait for step() with update 'backward': they cannot be clipped by their global norm;"
+            " set offload_optimizer.update to 'step'"
+        )
 
     def clear_absent(self) -> None:
         """Makes absent gradients None again: a new step begins."""
@@ -298,17 +321,19 @@ class PassingGradients:
         """Leaves no absent gradient behind."""
         self.clear_absent()
         self._planes.clear()
-        self._free.clear()
+        self._slots.clear()
 
 
 def square_sums(plane: torch.Tensor, params: list[StoredParam], *, whole: bool) -> list[float]:
-    """Block sums of squares of a unit's gradients; padding is zero and counts for nothing."""
+    """Block sums of squares of a unit's gradients."""
+    return block_square_sums(pieces_of(plane, params, whole=whole))
+
+
+def pieces_of(plane: torch.Tensor, params: list[StoredParam], *, whole: bool) -> list[torch.Tensor]:
+    """What of a unit's plane is gradients: all of it where ``whole``, as padding is zero and counts for nothing."""
     if whole:
-        return kernels.block_square_sums(plane).tolist() if params else []
-    sums: list[float] = []
-    for stored in params:
-        sums.extend(kernels.block_square_sums(plane[stored.placed.begin : stored.placed.end]).tolist())
-    return sums
+        return [plane] if params else []
+    return [plane[stored.placed.begin : stored.placed.end] for stored in params]
 
 
 def explain_not_finite(grads: Iterable[tuple[StoredParam, torch.Tensor]], *, may_be_absent: bool) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from .accel import Accelerator
 from .errors import OffloadError, TransferError
-from .gradients import Allocate, PassingGradients, WaitingGradients
+from .gradients import PassingGradients, WaitingGradients
 from .landing import CrossingLanding, Landing, LocalLanding
 from .ledger import Ledger
 from .lift import Lifts
@@ -45,11 +45,20 @@ class Tiers:
             return cls(host, None, None, None)
         return cls(host, DeviceTier(accelerator), DeviceLinks(accelerator, host, ledger), accelerator)
 
-    def allocate_for_update(self, plan: MemoryPlan) -> Allocate:
-        """Allocates in the tier where the update runs; pinned where an accelerator copies there."""
-        if self.device is not None and plan.placement.updates_on_device:
-            return self.device.allocate
-        return lambda purpose, sizes: self.host.allocate(purpose, sizes, pinned=True)
+    def allocate_for_update(
+        self, plan: MemoryPlan, purpose: str, sizes: Sequence[tuple[int, int]], *, pinned: bool
+    ) -> list[torch.Tensor]:
+        """Pieces for units, each in the tier where its unit is updated.
+
+        Args:
+            sizes: of each piece its unit and its bytes.
+            pinned: an accelerator copies to what is in host memory.
+        """
+        there = [size for unit, size in sizes if unit in plan.on_device]
+        here = [size for unit, size in sizes if unit not in plan.on_device]
+        on_device = iter(self.device.allocate(purpose, there) if self.device is not None and there else ())
+        on_host = iter(self.host.allocate(purpose, here, pinned=pinned) if here else ())
+        return [next(on_device if unit in plan.on_device else on_host) for unit, _ in sizes]
 
     def close(self) -> None:
         """Ends copies and the pinning of host memory. Idempotent."""
@@ -68,15 +77,18 @@ def make_weights(
 ) -> ResidentWeights | StreamedWeights:
     """Memory for the weight planes. See `weights`, Note [Homes of weights]."""
     sizes = [unit.weight_bytes for unit in plan.inventory.units]
-    home = plan.placement.param_home
+    placement = plan.placement
+    home = placement.param_home
     host: HostPlanes | HostSlots
     if home == "nvme":
-        slots = tiers.host.allocate("weight slots", [max(sizes)] * plan.weight_slots, pinned=True)
+        slots = tiers.host.allocate(
+            "weight slots", [max(sizes)] * plan.weight_slots, pinned=placement.pin_weights
+        )
         host = HostSlots(slots, _needed(store), plan)
-    elif tiers.device is not None and home == "device" and plan.placement.updates_on_device:
+    elif tiers.device is not None and plan.weights_stay:
         return ResidentWeights(partition, tiers.device.allocate("weights", sizes))
     else:
-        planes = tiers.host.allocate("weights", sizes, pinned=True)
+        planes = tiers.host.allocate("weights", sizes, pinned=placement.pin_weights)
         if tiers.device is None:
             return ResidentWeights(partition, planes)
         host = HostPlanes(planes)
@@ -85,17 +97,18 @@ def make_weights(
     purpose = "weights" if home == "device" else "weight slots"
     halves = tiers.device.allocate(purpose, plan.device_slot_bytes)
     lifts = Lifts(tiers.accelerator, tiers.links, halves, host.of)
-    links = tiers.links if plan.placement.updates_on_device else None
-    return StreamedWeights(partition, plan, host, ledger, reclaim, lifts=lifts, links=links)
+    return StreamedWeights(partition, plan, host, ledger, reclaim, lifts=lifts, links=tiers.links)
 
 
 def make_states(plan: MemoryPlan, tiers: Tiers, store: SwapStore | None) -> StateHome:
     """Memory for the state planes: all of them, or a ring of chunks."""
-    sizes = [plan.chunk_bytes(chunk) for chunk in plan.chunks]
-    if tiers.device is not None and plan.placement.updates_on_device:
-        return ResidentStates([piece.zero_() for piece in tiers.device.allocate("optimizer state", sizes)])
     if plan.placement.state_home != "nvme":
-        return ResidentStates(tiers.host.allocate("optimizer state", sizes))
+        sizes = [(chunk.unit, plan.chunk_bytes(chunk)) for chunk in plan.chunks]
+        buffers = tiers.allocate_for_update(plan, "optimizer state", sizes, pinned=False)
+        for chunk, buffer in zip(plan.chunks, buffers, strict=True):
+            if chunk.unit in plan.on_device:
+                buffer.zero_()
+        return ResidentStates(buffers)
     size = plan.chunk_elements * plan.placement.state_itemsize
     ring = tiers.host.allocate("optimizer state chunks", [size] * plan.chunk_slots)
     return NvmeStates(_needed(store), ring)
@@ -109,18 +122,27 @@ def make_gradients(
     wait_for_slot: Callable[[list[int]], None],
 ) -> WaitingGradients | PassingGradients:
     """Memory for gradients where the update runs, and the way there."""
-    allocate, itemsize = tiers.allocate_for_update(plan), plan.placement.grad_itemsize
+    itemsize, there = plan.placement.grad_itemsize, plan.on_device
     landing: Landing = LocalLanding()
     device = None
-    if tiers.links is not None and tiers.accelerator is not None and not plan.placement.updates_on_device:
+    if tiers.links is not None and tiers.accelerator is not None and not plan.updates_all_on_device:
         device = tiers.accelerator.device
-        sizes = [plan.grad_staging_bytes] * GRAD_STAGING_SLOTS
-        landing = CrossingLanding(
-            tiers.links, tiers.host.allocate("gradient staging", sizes, pinned=True), ledger
-        )
+        pieces = [plan.grad_staging_bytes] * GRAD_STAGING_SLOTS
+        staging = tiers.host.allocate("gradient staging", pieces, pinned=plan.placement.pin_gradients)
+        bytes_max = plan.grad_crossing_bytes
+        landing = CrossingLanding(tiers.links, staging, ledger, bytes_max=bytes_max, stay=there)
+    sizes = [(unit, layout.elements * itemsize) for unit, layout in enumerate(plan.inventory.units)]
+    pinned = plan.placement.pin_gradients
     if plan.placement.update == "step":
-        return WaitingGradients(partition, itemsize, allocate, landing, device=device)
-    return PassingGradients(partition, itemsize, plan.grad_slots, allocate, landing, wait_for_slot)
+        planes = tiers.allocate_for_update(plan, "gradients", sizes, pinned=pinned)
+        return WaitingGradients(partition, itemsize, planes, landing, device=device, on_device=there)
+    slots: list[list[torch.Tensor]] = []
+    for is_there in (False, True):
+        members = [(size, unit) for unit, size in sizes if (unit in there) == is_there]
+        size, unit = max(members, default=(0, 0))
+        count = plan.grad_slots if members else 0
+        slots.append(tiers.allocate_for_update(plan, "gradient slots", [(unit, size)] * count, pinned=pinned))
+    return PassingGradients(partition, itemsize, slots, landing, wait_for_slot, on_device=there)
 
 
 def bring_home(
@@ -174,8 +196,8 @@ class _WayHome:
         self._plan, self._weights, self._states, self._store = plan, weights, states, store
         self._gradients = gradients
         self._has_residual = plan.placement.state_planes[0].name == "residual"
-        self._before: dict[StoredParam, torch.Tensor | torch.dtype] = {}
-        """What a parameter was that has been taken: its marker where it was absent, else the type it had."""
+        self._before: dict[StoredParam, torch.Tensor | tuple[torch.device, torch.dtype]] = {}
+        """What a parameter was that has been taken: its marker where it was absent, else where and of what type."""
         self._tickets: list[Ticket] = []
         self._current: tuple[torch.Tensor, torch.Tensor | None]
         self._under_way: int | None = None  # the unit whose values are in its planes, and not all at home
@@ -190,7 +212,8 @@ class _WayHome:
         for stored in params:
             own, value = stored.param.data, source(stored)
             stored.write(plane, residual, value)
-            self._before[stored] = own.dtype if value.data_ptr() == own.data_ptr() else own
+            is_absent = own.device.type == "cpu" and value.data_ptr() != own.data_ptr()
+            self._before[stored] = own if is_absent else (own.device, own.dtype)
             stored.param.data = stored.absent
 
     def send(self, unit: int) -> None:
@@ -225,7 +248,7 @@ class _WayHome:
                 if isinstance(before, torch.Tensor):
                     stored.param.data = before
                 elif before is not None:
-                    stored.param.data = stored.read(plane, residual).to(before)
+                    stored.param.data = stored.read(plane, residual).to(*before)
 
     def _fetch(self, unit: int, plane: torch.Tensor, residual: torch.Tensor | None) -> None:
         self._weights.bring_back(unit, plane)
@@ -238,7 +261,7 @@ class _WayHome:
         if not self._has_residual:
             return plane, None
         elements = self._plan.inventory.units[unit].elements
-        if self._plan.placement.updates_on_device:
+        if unit in self._plan.on_device:
             return plane, torch.empty(elements, dtype=torch.int16)
         return plane, self._gradients.scratch(unit)[: elements * 2].view(torch.int16)
 

@@ -37,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .engine import OffloadEngine
 from .errors import OffloadError
+from .gradients import WaitingGradients
 from .partition import StoredParam
 from .weights import Hold
 
@@ -112,8 +113,9 @@ class ModuleHooks:
         self._trainable = {param for param in engine.partition.of_param if param.requires_grad}
         for stored in engine.partition.trainable:
             self._handles.append(stored.param.register_post_accumulate_grad_hook(self._gradient_hook(stored)))
-            if engine.hides_gradients:
-                self._handles.append(stored.param.register_hook(self._accumulation_hook(stored)))
+            waiting = engine.gradients
+            if isinstance(waiting, WaitingGradients) and waiting.is_offloaded(stored):
+                self._handles.append(stored.param.register_hook(_accumulation_hook(waiting, stored)))
         if engine.weights.streamed:
             self._units_of = _units_of_modules(model, engine)
             for module in self._units_of:
@@ -232,7 +234,7 @@ class ModuleHooks:
     def _on_read(self, param: nn.Parameter) -> None:
         engine = self._engine
         stored = engine.partition.of_param.get(param)
-        if stored is None or self._reading or not engine.is_open:
+        if stored is None or stored.gathered is not None or self._reading or not engine.is_open:
             return
         self._close_abandoned()
         if any(stored.unit in frame.units for frame in self._frames):
@@ -301,15 +303,16 @@ class ModuleHooks:
 
         return ready
 
-    def _accumulation_hook(self, stored: StoredParam) -> Callable[[torch.Tensor], None]:
-        def before(_grad: torch.Tensor) -> None:
-            self._engine.before_accumulation(stored)
-
-        return before
-
     def _open_backward(self) -> None:
         if self._engine.begin_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self._engine.end_backward)
+
+
+def _accumulation_hook(waiting: WaitingGradients, stored: StoredParam) -> Callable[[torch.Tensor], None]:
+    def before(_grad: torch.Tensor) -> None:
+        waiting.before_accumulation(stored)
+
+    return before
 
 
 def _units_of_modules(model: nn.Module, engine: OffloadEngine) -> dict[nn.Module, tuple[int, ...]]:

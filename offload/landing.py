@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,7 +52,7 @@ class LocalLanding:
 
 @dataclass(eq=False)
 class _Crossing:
-    """One piece of a gradient on its way to host memory."""
+    """One piece of a gradient on its way to host memory; the last piece stands for the gradient's memory."""
 
     stored: StoredParam
     ticket: Ticket
@@ -62,45 +62,66 @@ class _Crossing:
     arrived: torch.Tensor | None = None
     """Its part of the buffer."""
     add: bool = False
+    frees: int = 0
+    """Bytes of device memory that are free once it has arrived."""
 
 
 class CrossingLanding:
-    """Gradients are made on an accelerator, in the compute type, and wait in host memory.
+    """Gradients are made on an accelerator, in the compute type, and wait in host memory, but for those that stay.
 
     The first gradient of a step goes straight into the plane where the types are equal; what is widened or added
     to what is there arrives in a staging buffer first. Pieces arrive in the order in which they were sent, so sums
     have one order of additions, whatever is slow.
+
+    A gradient takes device memory until it has arrived, so only so many are on their way at once: the host waits
+    for the oldest before it sends another, and so makes no more.
     """
 
-    def __init__(self, links: DeviceLinks, staging: Sequence[torch.Tensor], ledger: Ledger) -> None:
+    def __init__(
+        self,
+        links: DeviceLinks,
+        staging: Sequence[torch.Tensor],
+        ledger: Ledger,
+        *,
+        bytes_max: int,
+        stay: Collection[int] = (),
+    ) -> None:
         """
         Args:
             staging: pinned buffers of one size (uint8).
+            bytes_max: device memory for gradients on their way.
+            stay: units whose gradients wait on the accelerator.
         """
+        self._stay, self._local = stay, LocalLanding()
         self._links, self._ledger = links, ledger
         self._free = list(staging)
         self._staging_bytes = staging[0].numel() if staging else 0
+        self._bytes_max, self._bytes = bytes_max, 0
         self._crossing: deque[_Crossing] = deque()
         self._of_unit: Counter[int] = Counter()
 
     def land(self, stored: StoredParam, plane: torch.Tensor, grad: torch.Tensor, *, add: bool) -> None:
+        if stored.unit in self._stay:
+            self._local.land(stored, plane, grad, add=add)
+            return
         begin, end = stored.placed.begin, stored.placed.end
         flat = _in_plane_order(stored, grad)
+        self._make_way(flat.nbytes)
         if not add and grad.dtype == plane.dtype:
             while any(crossing.stored is stored for crossing in self._crossing):
                 self._wait_for_oldest()  # of a gradient that user code has thrown away since
-            self._send(_Crossing(stored, DoneTicket(), plane[begin:end]), flat)
+            self._send(_Crossing(stored, DoneTicket(), plane[begin:end], frees=flat.nbytes), flat)
             return
         elements = self._staging_bytes // grad.element_size()
         for first in range(0, flat.numel(), elements):
             piece = flat[first : first + elements]
             while not self._free:
-                with self._ledger.stall("gradients"):
-                    self._wait_for_oldest()
+                self._stall_for_oldest()
             staging = self._free.pop()
             to = plane[begin + first : begin + first + piece.numel()]
             arrived = staging[: piece.nbytes].view(piece.dtype)
-            self._send(_Crossing(stored, DoneTicket(), to, staging, arrived, add), piece)
+            frees = flat.nbytes if first + elements >= flat.numel() else 0
+            self._send(_Crossing(stored, DoneTicket(), to, staging, arrived, add, frees), piece)
 
     def arrived(self, unit: int) -> Ticket:
         return _Arrival(self, unit)
@@ -120,11 +141,21 @@ class CrossingLanding:
         while self._crossing and self._crossing[0].ticket.done():
             self._wait_for_oldest()
 
+    def _make_way(self, size: int) -> None:
+        """Waits until a gradient of ``size`` bytes may be sent: one larger than all that is allowed goes alone."""
+        self._bytes += size
+        while self._crossing and self._bytes > self._bytes_max:
+            self._stall_for_oldest()
+
     def _send(self, crossing: _Crossing, piece: torch.Tensor) -> None:
         to = crossing.to if crossing.arrived is None else crossing.arrived
         crossing.ticket = self._links.to_host(to, piece, "grad")
         self._crossing.append(crossing)
         self._of_unit[crossing.stored.unit] += 1
+
+    def _stall_for_oldest(self) -> None:
+        with self._ledger.stall("gradients"):
+            self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
         crossing = self._crossing[0]
@@ -137,6 +168,7 @@ class CrossingLanding:
                 crossing.to.copy_(crossing.arrived)
             self._free.append(crossing.staging)
         self._of_unit[crossing.stored.unit] -= 1
+        self._bytes -= crossing.frees
 
 
 class _Arrival:

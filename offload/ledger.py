@@ -19,7 +19,7 @@ class Ledger:
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds in which a link was busy."""
     stalls: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds in which compute waited, by cause: `weights`, `state`, `gradient slot`, `write`."""
+    """Seconds in which compute waited, by cause: `weights`, `state`, `gradients`, `write`."""
     setup: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Bytes by (link, plane) before step 1."""
     steps: int = 0

@@ -31,7 +31,7 @@ class Lifts:
             halves: device memory, uint8, one per slot.
             host_bytes: the weight plane of a unit (its number and its slot's) in host memory.
         """
-        self.halves = halves
+        self.halves = [*halves]
         self._accelerator, self._links, self._host_bytes = accelerator, links, host_bytes
         self._stale = [half.numel() for half in halves]  # bytes at the front that differ from the host's
         now = accelerator.compute.record()
@@ -87,3 +87,7 @@ class Lifts:
             self._idle[slot] = self._accelerator.compute.record()
             self._stale[slot] = size
             self._accelerator.forget(self.halves[slot][:size])
+
+    def close(self) -> None:
+        """Gives the halves up; no lift is in flight."""
+        self.halves.clear()

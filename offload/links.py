@@ -102,11 +102,11 @@ class NvmeLinks:
             watch(buffer, False)
         return self._queue.write(buffer_of(buffer), offset, priority=WRITE_BACK)
 
-    def update_seconds(self) -> None:
-        """Brings the ledger's seconds up to date with what the queue has measured."""
+    def seconds(self) -> tuple[float, float]:
+        """Seconds in which the queue was busy with reads, and with writes, since the set-up."""
         stats = self._queue.stats()
-        self._ledger.seconds["nvme_read"] = stats.read.seconds_busy - self._seconds_before[0]
-        self._ledger.seconds["nvme_write"] = stats.write.seconds_busy - self._seconds_before[1]
+        read, write = self._seconds_before
+        return stats.read.seconds_busy - read, stats.write.seconds_busy - write
 
     def _count(self, link: str, planes: Sequence[tuple[str, int]], buffer: torch.Tensor) -> None:
         if sum(size for _, size in planes) != buffer.numel():
@@ -131,6 +131,27 @@ class CopyTicket:
         if self._source is not None:
             self._event.wait()
             self._source = None
+
+
+class AllTickets:
+    """Several transfers as one."""
+
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        self._tickets = tickets
+
+    def done(self) -> bool:
+        return all(ticket.done() for ticket in self._tickets)
+
+    def wait(self) -> None:
+        """Waits for all of them, and raises the first error."""
+        failure: TransferError | None = None
+        for ticket in self._tickets:
+            try:
+                ticket.wait()
+            except TransferError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
 class ThenTicket:

@@ -244,12 +244,15 @@ class Mover:
             self._finish(unit)
 
     def close(self) -> None:
-        """Waits for what is in flight, whatever its outcome, so that the slots may go."""
+        """Waits for what is in flight, whatever its outcome, and gives the slots up."""
         for slot in range(len(self.slots)):
             if self._lifts is not None:
                 self._lifts.settle(slot)
         wait_for_end(self._tickets.values())
         self._tickets.clear()
+        self.slots.clear()
+        if self._lifts is not None:
+            self._lifts.close()
 
     # -- steps --------------------------------------------------------------------------------------------
 

@@ -170,7 +170,7 @@ class Partition:
         Raises:
             ConfigError: a parameter is in two groups, not in the model, or of a type that cannot be trained.
         """
-        self.dtype = DTYPES[precision]
+        self.dtype, self.device = DTYPES[precision], device
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             names.setdefault(param, []).append(name)
@@ -246,6 +246,10 @@ class Partition:
         """Makes the unit's parameters absent. See Note [Absent parameters]."""
         members = self.trained[unit] if only_trained else self.units[unit]
         self._lost += [stored.name for stored in members if stored.point(stored.absent)]
+
+    def is_gathered(self, unit: int) -> bool:
+        """Whether user code works on full values of all of the unit's parameters, and needs no slot for them."""
+        return all(stored.gathered is not None for stored in self.units[unit])
 
     def is_saved(self, unit: int) -> bool:
         """Whether the unit must stay where it is. See Note [Saved parameters]."""

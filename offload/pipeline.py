@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from .ledger import Ledger
 from .links import AHEAD, NEEDED_NOW, DoneTicket, Ticket, wait_for_end
 from .optim import Segment, ShardOptimizer
+from .partition import StoredParam
 from .plan import Chunk, MemoryPlan
 from .store import SwapStore
 
@@ -39,12 +40,15 @@ class StateHome(Protocol):
     def read(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's bytes, outside the ring: changes become true with :meth:`store`."""
 
+    def close(self) -> None:
+        """Gives the memory back; no transfer is in flight."""
+
 
 class ResidentStates:
     """State planes that stay where they are updated: in host memory, or on the device."""
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        self.buffers = buffers
+        self.buffers = [*buffers]
 
     def load(self, chunk: Chunk, *, needed_now: bool) -> tuple[torch.Tensor, Ticket]:
         return self.buffers[chunk.index], DoneTicket()
@@ -57,6 +61,9 @@ class ResidentStates:
 
     def read(self, chunk: Chunk) -> torch.Tensor:
         return self.buffers[chunk.index]
+
+    def close(self) -> None:
+        self.buffers.clear()
 
 
 class NvmeStates:
@@ -87,6 +94,9 @@ class NvmeStates:
         buffer = torch.empty(self._store.state_bytes(chunk), dtype=torch.uint8)
         self._store.read_state(chunk, buffer, priority=NEEDED_NOW).wait()
         return buffer
+
+    def close(self) -> None:
+        self._free.clear()
 
 
 class Weights(Protocol):
@@ -166,9 +176,21 @@ class OptimizerPipeline:
     """Order and depth of updates; not Adam, not files. See Note [Life of a chunk]."""
 
     def __init__(
-        self, optimizer: ShardOptimizer, plan: MemoryPlan, states: StateHome, weights: Weights, ledger: Ledger
+        self,
+        optimizer: ShardOptimizer,
+        plan: MemoryPlan,
+        states: StateHome,
+        weights: Weights,
+        ledger: Ledger,
+        *,
+        on_device: ShardOptimizer | None = None,
     ) -> None:
+        """
+        Args:
+            on_device: the same optimizer for units that are updated on an accelerator.
+        """
         self._optimizer, self._plan, self._states = optimizer, plan, states
+        self._on_device = on_device
         self._weights, self._ledger = weights, ledger
         self._jobs: list[_Job] = []
         self._announced: set[int] = set()
@@ -282,6 +304,7 @@ class OptimizerPipeline:
         wait_for_end(tickets)
         self._jobs.clear()
         self._writing.clear()
+        self._states.close()
 
     # -- steps, each of which says whether it has done something ------------------------------------------
 
@@ -366,8 +389,11 @@ class OptimizerPipeline:
         itemsize = self._plan.inventory.weight_itemsize
         begin, end = chunk.begin * itemsize, chunk.end * itemsize
         weight = self._weights.plane(update.unit)[begin:end].view(self._optimizer.weight_dtype)
-        planes = {"weight": weight, **state_planes(self._optimizer, chunk, buffer)}
-        self._optimizer.update(
+        optimizer = self._optimizer
+        if self._on_device is not None and update.unit in self._plan.on_device:
+            optimizer = self._on_device
+        planes = {"weight": weight, **state_planes(optimizer, chunk, buffer)}
+        optimizer.update(
             planes, _within(update.segments, chunk), update.grad[chunk.begin : chunk.end], update.grad_scale
         )
         update.chunks_left -= 1
@@ -417,6 +443,22 @@ def state_planes(optimizer: ShardOptimizer, chunk: Chunk, buffer: torch.Tensor) 
         planes[spec.name] = buffer[at : at + spec.size_bytes].view(spec.dtype)
         at += spec.size_bytes
     return planes
+
+
+def next_segment(stored: StoredParam, group: dict[str, Any]) -> Segment:
+    """A parameter's elements and the numbers of its next update, which is counted."""
+    stored.step += 1
+    beta1, beta2 = group["betas"]
+    return Segment(
+        begin=stored.placed.begin,
+        end=stored.placed.end,
+        step=stored.step,
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+    )
 
 
 def _overlaps(segments: Sequence[Segment], chunk: Chunk) -> bool:

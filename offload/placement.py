@@ -6,13 +6,15 @@ Pure: no torch, so that `offload plan` and the engine start from the same number
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import product
+from operator import itemgetter
 from typing import Literal
 
 from . import metrics
 from .config import OffloadConfig
+from .config.kinds import SwapPath
 from .errors import ConfigError
 
 Home = Literal["device", "host", "nvme"]
@@ -52,6 +54,8 @@ class Remedy:
     param_home: Home
     state_home: Home
     update: Update
+    device_share: float
+    """See :class:`Placement`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,22 +73,29 @@ class Placement:
     nvme_bytes: int | None = None
     device_bytes: int | None = None
     """Of an accelerator's memory; None where the CPU computes: no plane is homed on "device" then."""
+    pin_weights: bool = True
+    pin_gradients: bool = True
+    """Whether an accelerator is to copy from and to host memory by itself."""
+    device_share: float = 0.0
+    """Part of the optimizer state that stays on the device, in whole units, where the rest is at home in host
+    memory (``ratio``)."""
     chunk_elements_max: int = CHUNK_ELEMENTS_MAX
     remedies: tuple[Remedy, ...] = ()
     """Settings to propose where memory is short, the smallest change first."""
 
     def with_remedy(self, remedy: Remedy) -> Placement:
-        return replace(self, param_home=remedy.param_home, state_home=remedy.state_home, update=remedy.update)
+        return replace(
+            self,
+            param_home=remedy.param_home,
+            state_home=remedy.state_home,
+            update=remedy.update,
+            device_share=remedy.device_share,
+        )
 
     @property
     def has_device(self) -> bool:
         """Whether compute has memory of its own."""
         return self.device_bytes is not None
-
-    @property
-    def updates_on_device(self) -> bool:
-        """Whether the update runs where optimizer state is at home on the device."""
-        return self.state_home == "device"
 
     @property
     def state_planes(self) -> tuple[PlaneSpec, ...]:
@@ -116,6 +127,8 @@ def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None)
     if host_bytes == "auto":
         host_bytes = int(metrics.memory_available_bytes() * HOST_SHARE)
     has_device = device_free_bytes is not None
+    states = zero.offload_optimizer
+    state_home, device_share = _state_home(states.device, states.ratio, has_device=has_device)
     device_bytes = None
     if device_free_bytes is not None:
         device_bytes = int(device_free_bytes * DEVICE_SHARE)
@@ -124,8 +137,11 @@ def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None)
     return Placement(
         precision=precision,
         param_home=_home(zero.offload_param.device, has_device=has_device),
-        state_home=_home(zero.offload_optimizer.device, has_device=has_device),
+        state_home=state_home,
+        device_share=device_share,
         device_bytes=device_bytes,
+        pin_weights=zero.offload_param.pin_memory,
+        pin_gradients=zero.offload_optimizer.pin_memory,
         update=update,
         grad_itemsize=grad_itemsize,
         micro_batches=accumulation,
@@ -139,26 +155,51 @@ def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None)
 def _remedies(config: OffloadConfig, update: Update, *, has_device: bool) -> Iterator[Remedy]:
     """What may be changed to need less memory: one setting, or two, or all. See `config.resolve`."""
     zero = config.zero_optimization
-    params, states = (
-        _home(block.device, has_device=has_device) for block in (zero.offload_param, zero.offload_optimizer)
+    params, states, ratio = (
+        zero.offload_param.device,
+        zero.offload_optimizer.device,
+        zero.offload_optimizer.ratio,
     )
-    changes: dict[str, str] = {}
-    if states != "nvme" and zero.offload_optimizer.ratio == 1:
-        changes["state"] = _move_to_nvme(config, "offload_optimizer")
-    if params != "nvme":
-        stage = "" if zero.stage == 3 else "zero_optimization.stage = 3 and "
-        changes["param"] = stage + _move_to_nvme(config, "offload_param")
     needs_whole_gradient = config.gradient_clipping is not None or config.resolve_batch(1).accumulation > 1
-    if update == "step" and not needs_whole_gradient:
-        changes["update"] = 'zero_optimization.offload_optimizer.update = "backward"'
-    for count in range(1, len(changes) + 1):
-        for chosen in combinations(changes, count):
-            yield Remedy(
-                " and ".join(changes[name] for name in chosen),
-                "nvme" if "param" in chosen else params,
-                "nvme" if "state" in chosen else states,
-                "backward" if "update" in chosen else update,
-            )
+    may_update_early = update == "step" and not needs_whole_gradient
+    updates: list[Update] = ["backward", update] if may_update_early else [update]
+    whole = [states] if has_device and states == "cpu" and ratio < 1 else []
+    choices = product(
+        [*((device, 1.0) for device in (*whole, *_below(states, has_device=has_device))), (states, ratio)],
+        [*_below(params, has_device=has_device), params],
+        updates,
+    )
+    remedies = []
+    for (new_states, new_ratio), new_params, new_update in choices:
+        settings = []
+        if new_states != states:
+            settings.append(_move(config, "offload_optimizer", new_states))
+        if new_ratio != ratio:
+            settings.append("zero_optimization.offload_optimizer.ratio = 1")
+        if new_params != params:
+            stage = "" if zero.stage == 3 else "zero_optimization.stage = 3 and "
+            settings.append(stage + _move(config, "offload_param", new_params))
+        if new_update != update:
+            settings.append('zero_optimization.offload_optimizer.update = "backward"')
+        if settings:
+            state_home, share = _state_home(new_states, new_ratio, has_device=has_device)
+            param_home = _home(new_params, has_device=has_device)
+            remedy = Remedy(" and ".join(settings), param_home, state_home, new_update, share)
+            remedies.append((len(settings), remedy))
+    yield from (remedy for _, remedy in sorted(remedies, key=itemgetter(0)))
+
+
+def _below(device: str, *, has_device: bool) -> list[str]:
+    """Devices with more room than this one, the next first."""
+    order = ["none", "cpu", "nvme"] if has_device else ["none", "nvme"]
+    return order[order.index(device) + 1 :] if device in order else ["nvme"]
+
+
+def _move(config: OffloadConfig, block: str, device: str) -> str:
+    """The settings that home a block on a device with more room."""
+    if device == "nvme":
+        return _move_to_nvme(config, block)
+    return f'zero_optimization.{block}.device = "{device}"'
 
 
 def _move_to_nvme(config: OffloadConfig, block: str) -> str:
@@ -174,9 +215,37 @@ def _move_to_nvme(config: OffloadConfig, block: str) -> str:
     return f'zero_optimization.{block}.device = "nvme"{where}'
 
 
+@dataclass(frozen=True, slots=True)
+class SwapPaths:
+    """The directories for swap files, each once, and which of them hold what."""
+
+    all: tuple[SwapPath, ...]
+    weights: frozenset[str]
+    states: frozenset[str]
+
+    def among(self, shares: Sequence[float], planes: Literal["weights", "states"]) -> list[float]:
+        """Shares of all paths, reduced to those for one kind of plane; they add up to 1."""
+        names: frozenset[str] = getattr(self, planes)
+        kept = [share if path.path in names else 0.0 for path, share in zip(self.all, shares, strict=True)]
+        total = sum(kept)
+        return [share / total for share in kept] if total else list(shares)
+
+
+def swap_paths_of(config: OffloadConfig) -> SwapPaths | None:
+    """Where swap files go; None where nothing is homed on nvme."""
+    zero = config.zero_optimization
+    weights, states = zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths
+    found = {path.path: path for path in (*weights, *states)}
+    if not found:
+        return None
+    names = (frozenset(path.path for path in paths) for paths in (weights, states))
+    return SwapPaths(tuple(found.values()), *names)
+
+
 def nvme_path_of(config: OffloadConfig) -> str | None:
-    """The one directory for swap files; None where nothing is homed on nvme."""
-    return next(iter(_nvme_paths(config)), None)
+    """The first directory for swap files; None where nothing is homed on nvme."""
+    paths = swap_paths_of(config)
+    return None if paths is None else paths.all[0].path
 
 
 def refuse_unbuilt(config: OffloadConfig) -> None:
@@ -199,13 +268,6 @@ def refuse_unbuilt(config: OffloadConfig) -> None:
     for block in ("offload_param", "offload_optimizer"):
         if getattr(zero, block).device == "auto":
             refuse(f"zero_optimization.{block}.device", "'auto'", "choose none, cpu or nvme")
-    paths = set(_nvme_paths(config))
-    if len(paths) > 1:
-        refuse(
-            "zero_optimization",
-            "swapping to several paths",
-            f"use one of {', '.join(sorted(paths))} for both",
-        )
     if config.durability.generations == 2:
         refuse(
             "durability.generations", "a second generation", "use 1: the swap files do not outlive the run"
@@ -218,13 +280,16 @@ def refuse_unbuilt(config: OffloadConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _nvme_paths(config: OffloadConfig) -> list[str]:
-    zero = config.zero_optimization
-    return [path.path for block in (zero.offload_param, zero.offload_optimizer) for path in block.nvme_paths]
-
-
 def _home(device: str, *, has_device: bool) -> Home:
     """ "none" is the compute device: with a CPU as that, host memory."""
     if device == "nvme":
         return "nvme"
     return "device" if device == "none" and has_device else "host"
+
+
+def _state_home(device: str, ratio: float, *, has_device: bool) -> tuple[Home, float]:
+    """The home of optimizer state, and the part of it that stays on the compute device all the same."""
+    home = _home(device, has_device=has_device)
+    if not has_device or home != "host":
+        return home, 0.0
+    return ("device", 0.0) if ratio == 0 else (home, 1 - ratio)

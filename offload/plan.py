@@ -19,8 +19,9 @@ Note [What device memory holds]
 Only with an accelerator; otherwise device and host are one memory, and "none" is "cpu".
 - weights: with everything at home on the device their planes; else slots, as many as there are host slots (home
   nvme), or a few (home host), or one for each unit (home device: the host has a copy that the update changes);
-- optimizer state and gradients, where state is at home on the device: then the update runs there;
-- gradients on their way to the host, else;
+- optimizer state and gradients of the units whose state is at home there (all, or a part: ``ratio``): they are
+  updated there;
+- gradients of the others on their way to the host;
 - activations.
 
 Note [How much to take]
@@ -38,7 +39,7 @@ from functools import cached_property
 
 from .bytesize import GiB, align_up, format_bytes, round_up_bytes
 from .errors import PlanError
-from .inventory import ELEMENTS_ALIGNMENT, Inventory
+from .inventory import ELEMENTS_ALIGNMENT, Inventory, UnitLayout
 from .placement import Placement
 from .schedule import PrefetchScheduler, steady_moves
 
@@ -190,8 +191,11 @@ class MemoryPlan:
         for remedy in placement.remedies:
             other = replace(self, placement=placement.with_remedy(remedy)).smallest
             if other._fits():
-                need = other.bytes_total("host")
-                budget_hint += f", or {remedy.settings}, which needs {format_bytes(need)}"
+                needs = format_bytes(other.bytes_total("host"))
+                if placement.has_device:
+                    on_device = format_bytes(other.bytes_total("device"))
+                    needs = f"{on_device} of device memory and {needs} of host memory"
+                budget_hint += f", or {remedy.settings}, which needs {needs}"
                 break
         return "; ".join((*problems, budget_hint))
 
@@ -240,26 +244,28 @@ class MemoryPlan:
             yield PlanLine("device", "weight slots", self.weight_slots, self._slot_bytes_max)
 
     def _grad_lines(self) -> Iterator[PlanLine]:
-        placement, inventory = self.placement, self.inventory
-        tier = "device" if placement.updates_on_device else "host"
-        unit_elements_max = max(unit.elements for unit in inventory.units)
-        if placement.update == "backward":
-            size = unit_elements_max * placement.grad_itemsize
-            yield PlanLine(tier, "gradient slots", self.grad_slots, size)
-        else:
-            yield PlanLine(tier, "gradients", 1, inventory.elements * placement.grad_itemsize)
-        if placement.has_device and tier == "host":
+        placement = self.placement
+        for tier, units in self._units_by_update:
+            if placement.update == "backward":
+                size = max(unit.elements for unit in units) * placement.grad_itemsize
+                yield PlanLine(tier, "gradient slots", self.grad_slots, size)
+            else:
+                elements = sum(unit.elements for unit in units)
+                yield PlanLine(tier, "gradients", 1, elements * placement.grad_itemsize)
+        if placement.has_device and not self.updates_all_on_device:
             yield PlanLine("host", "gradient staging", GRAD_STAGING_SLOTS, self.grad_staging_bytes)
             yield PlanLine("device", "gradients on their way", 1, self.grad_crossing_bytes)
 
     def _state_lines(self) -> Iterator[PlanLine]:
         placement = self.placement
-        whole = self.inventory.elements * placement.state_itemsize
         if placement.state_home == "nvme":
             size = self.chunk_elements * placement.state_itemsize
             yield PlanLine("host", "optimizer state chunks", self.chunk_slots, size)
-        yield PlanLine(placement.state_home, "optimizer state", 1, whole)
-        if placement.updates_on_device:
+        for tier, units in self._units_by_update:
+            home = tier if tier == "device" else placement.state_home
+            size = sum(unit.elements for unit in units) * placement.state_itemsize
+            yield PlanLine(home, "optimizer state", 1, size)
+        if self.on_device:
             yield PlanLine("device", "update scratch", 1, UPDATE_SCRATCH_BYTES)
 
     def _compute_lines(self) -> Iterator[PlanLine]:
@@ -273,12 +279,43 @@ class MemoryPlan:
             if size:
                 yield PlanLine(where, purpose, 1, size)
 
+    @cached_property
+    def on_device(self) -> frozenset[int]:
+        """Units whose optimizer state and gradients are on the device: they are updated there.
+
+        Of a part, the first units: what backward has used last is still in the slots when they are updated.
+        """
+        units = self.inventory.units
+        if self.placement.state_home == "device":
+            return frozenset(range(len(units)))
+        chosen, left = [], int(self.inventory.elements * self.placement.device_share)
+        for index, unit in enumerate(units):
+            if unit.elements > left:
+                break
+            if unit.elements:
+                chosen.append(index)
+            left -= unit.elements
+        return frozenset(chosen)
+
+    @property
+    def updates_all_on_device(self) -> bool:
+        return len(self.on_device) == len(self.inventory.units)
+
+    @property
+    def _units_by_update(self) -> Iterator[tuple[str, list[UnitLayout]]]:
+        """The tiers where units are updated, and which."""
+        for tier in ("device", "host"):
+            units = enumerate(self.inventory.units)
+            members = [unit for index, unit in units if (index in self.on_device) == (tier == "device")]
+            if members:
+                yield tier, members
+
     @property
     def weights_stay(self) -> bool:
         """Whether every weight stays in the one place where it is computed with and updated."""
         home = self.placement.param_home
         if self.placement.has_device:
-            return home == "device" and self.placement.updates_on_device
+            return home == "device" and self.updates_all_on_device
         return home == "host"
 
     @property
@@ -324,17 +361,17 @@ class MemoryPlan:
         """
         units = self.inventory.units
         trained = [index for index, unit in enumerate(units) if unit.elements]
+        use_slots = trained
+        if self.placement.param_home != "nvme":
+            use_slots = [index for index in trained if index in self.on_device]
         return PrefetchScheduler(
             len(units),
             self.weight_slots,
             micro_batches=self.placement.micro_batches,
             backward=range(trained[0], len(units))[::-1],
-            update=trained if self.placement.update == "step" and self._update_uses_slots else (),
+            update=use_slots if self.placement.update == "step" else (),
+            updated_by_compute=self.on_device,
         )
-
-    @property
-    def _update_uses_slots(self) -> bool:
-        return self.placement.param_home == "nvme" or self.placement.updates_on_device
 
     def bytes_at_start(self) -> Counter[LinkPlane]:
         """Bytes written before step 1: weights and residuals; moments start as zeros that nobody writes."""
@@ -363,29 +400,28 @@ class MemoryPlan:
                 moved["nvme_write", plane.name] += steps * elements * plane.itemsize
         if not self.weights_stay:
             moved += self._weights_moved(steps)
-        if self.placement.has_device and not self.placement.updates_on_device:
-            gradients = self.inventory.trainable_parameters * self.inventory.weight_itemsize
+        if self.placement.has_device:
+            crossing = [
+                unit for index, unit in enumerate(self.inventory.units) if index not in self.on_device
+            ]
+            gradients = sum(param.info.nbytes for unit in crossing for param in unit.trainable)
             moved["d2h", "grad"] += steps * self.placement.micro_batches * gradients
         return +moved
 
     def _weights_moved(self, steps: int) -> Counter[LinkPlane]:
         moved: Counter[LinkPlane] = Counter()
-        updated = steps * self.inventory.elements * self.inventory.weight_itemsize
-        on_device = self.placement.updates_on_device
-        trained = [index for index, unit in enumerate(self.inventory.units) if unit.elements]
-        steps_moves = steady_moves(
-            self.scheduler(), steps, updated=() if on_device else trained, updates_on_device=on_device
-        )
+        inventory = self.inventory
+        on_host = {index for index, unit in enumerate(inventory.units) if unit.elements} - self.on_device
+        steps_moves = steady_moves(self.scheduler(), steps, updated_on_host=on_host)
         if self.placement.param_home == "nvme":
-            moved["nvme_write", "weight"] += updated
+            moved["nvme_write", "weight"] += steps * inventory.elements * inventory.weight_itemsize
             moved["nvme_read", "weight"] += sum(self._bytes_of(moves.fetched) for moves in steps_moves)
         if self.placement.has_device:
             for moves in steps_moves:
-                moved["h2d", "weight"] += self._bytes_of(moves.lifted)
-                renewed = sum(self.inventory.units[unit].elements for unit in moves.renewed)
-                moved["h2d", "weight"] += renewed * self.inventory.weight_itemsize
-            if on_device:
-                moved["d2h", "weight"] += updated
+                renewed = sum(inventory.units[unit].elements for unit in moves.renewed)
+                moved["h2d", "weight"] += self._bytes_of(moves.lifted) + renewed * inventory.weight_itemsize
+            updated_there = sum(inventory.units[unit].elements for unit in self.on_device)
+            moved["d2h", "weight"] += steps * updated_there * inventory.weight_itemsize
         return moved
 
     def _bytes_of(self, units: Iterable[int]) -> int:

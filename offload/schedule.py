@@ -62,16 +62,19 @@ class PrefetchScheduler:
         micro_batches: int = 1,
         backward: Sequence[int] | None = None,
         update: Sequence[int] = (),
+        updated_by_compute: Collection[int] = (),
     ) -> None:
         """
         Args:
             backward: the order of units in backward, as far as it can be foreseen; the reverse of forward
                 where it is None.
             update: units whose weights the update reads, in its order.
+            updated_by_compute: those of them that are updated where compute finds weights, on an accelerator.
         """
         forward = tuple(range(unit_count))
         self.unit_count = unit_count
         self.micro_batches = micro_batches
+        self.updated_by_compute = frozenset(updated_by_compute)
         self._slot_count = slot_count
         self._ahead = max(1, min(AHEAD_MAX, slot_count // 2))
         self._orders: dict[Phase, tuple[int, ...]] = {
@@ -138,6 +141,8 @@ class PrefetchScheduler:
         """The next uses by compute, as far ahead as fetches go, and no farther than the end of a backward."""
         now = self._now
         upcoming = list(self._orders[now.phase][now.index : now.index + self._ahead])
+        if now.phase is Phase.UPDATE:
+            return [unit for unit in upcoming if unit in self.updated_by_compute]
         if now.phase is Phase.FORWARD and now.training:
             upcoming += self._orders[Phase.BACKWARD][: self._ahead - len(upcoming)]
         return upcoming
@@ -253,19 +258,15 @@ class StepMoves:
 
 
 def count_moves(
-    scheduler: PrefetchScheduler,
-    steps: int,
-    *,
-    updated: Collection[int] = (),
-    updates_on_device: bool = False,
+    scheduler: PrefetchScheduler, steps: int, *, updated_on_host: Collection[int] = ()
 ) -> list[StepMoves]:
     """What moves in each step of a run that follows the trace, with nothing present at first.
 
     Args:
         scheduler: a fresh one; it is advanced. A step's fetches include those that it makes for the next.
-        updated: units whose device half an update on the host leaves behind.
-        updates_on_device: the update reads weights from the device half.
+        updated_on_host: units whose device half an update leaves behind; one by compute leaves it fresh.
     """
+    by_compute = scheduler.updated_by_compute
     units = range(scheduler.unit_count)
     on_device: set[int] = set()
     behind: set[int] = set()
@@ -281,7 +282,7 @@ def count_moves(
                 for move in scheduler.next_moves(evictable=units, free_slots=scheduler.unit_count):
                     fetched.append(move.unit)
                     on_device -= {move.unit, move.evict}
-                if phase is Phase.UPDATE and not updates_on_device:
+                if phase is Phase.UPDATE and unit not in by_compute:
                     continue
                 if unit not in on_device:
                     lifted.append(unit)
@@ -289,18 +290,14 @@ def count_moves(
                     renewed.append(unit)
                 on_device.add(unit)
                 behind.discard(unit)
-        behind.update(updated)
+        behind.update(updated_on_host)
         moved.append(StepMoves(tuple(fetched), tuple(lifted), tuple(renewed)))
     return moved
 
 
 def steady_moves(
-    scheduler: PrefetchScheduler,
-    steps: int,
-    *,
-    updated: Collection[int] = (),
-    updates_on_device: bool = False,
+    scheduler: PrefetchScheduler, steps: int, *, updated_on_host: Collection[int] = ()
 ) -> list[StepMoves]:
     """As :func:`count_moves` for any number of steps: from the third on, all are the same."""
-    known = count_moves(scheduler, min(steps, 3), updated=updated, updates_on_device=updates_on_device)
+    known = count_moves(scheduler, min(steps, 3), updated_on_host=updated_on_host)
     return known + [known[-1]] * (steps - len(known))

@@ -6,8 +6,8 @@ Note [Homes of weights]
 - *Streamed from nvme*: planes come through slots. With an accelerator each slot has a host half and a device half.
 - *Streamed from host memory* to an accelerator: host planes are the truth, slots have a device half only; with as
   many slots as units every weight stays on the device and is lifted once after each update.
-The update changes the host bytes, and the device half is lifted anew; where optimizer state is at home on the
-device it changes the device half, and the host bytes follow.
+The update changes the host bytes, and the device half is lifted anew; of a unit whose optimizer state is at home on
+the device it changes the device half, and the host bytes follow.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ResidentWeights:
     streamed = False
 
     def __init__(self, partition: Partition, planes: Sequence[torch.Tensor]) -> None:
-        self._partition, self._planes = partition, planes
+        self._partition, self._planes = partition, [*planes]
 
     def enter(self, phase: Phase, *, training: bool = True) -> None:
         return None
@@ -124,7 +124,7 @@ class ResidentWeights:
 
     def close(self) -> None:
         """The parameters keep their planes: after the engine is closed they are ordinary tensors."""
-        return
+        self._planes.clear()
 
 
 class HostBytes(Protocol):
@@ -226,10 +226,10 @@ class StreamedWeights:
         """
         Args:
             lifts: the device halves of the slots, where compute has memory of its own.
-            links: given where the update runs on the device.
+            links: the way back from there, for units that are updated on the device.
         """
         self._partition, self.host, self._lifts = partition, host, lifts
-        self._links = links
+        self._links, self._on_device = links, plan.on_device
         itemsize = plan.inventory.weight_itemsize
         self._trained_bytes = [unit.elements * itemsize for unit in plan.inventory.units]
         slots = [*lifts.halves] if lifts is not None else [*host.slots] if isinstance(host, HostSlots) else []
@@ -265,6 +265,8 @@ class StreamedWeights:
         self.mover.use(unit)
 
     def lease(self, unit: int) -> Hold:
+        if self._partition.is_gathered(unit):
+            return NO_HOLD  # nobody looks at the slot
         return self.mover.lease(unit)
 
     def lease_unannounced(self, unit: int) -> Hold:
@@ -276,7 +278,7 @@ class StreamedWeights:
 
     def plane(self, unit: int) -> torch.Tensor:
         """The unit's plane, where the update changes it: nothing else reads or writes it now."""
-        if self._links is not None:
+        if unit in self._on_device:
             return self.seen(unit)
         return self.host_plane(unit)
 
@@ -306,20 +308,20 @@ class StreamedWeights:
     def begin_update(self, unit: int, *, in_backward: bool) -> None:
         """Makes the unit present where the update changes it, until :meth:`end_update`."""
         lease: Lease | None = None
-        if self._links is not None:
+        if unit in self._on_device:
             lease = self.mover.lease(unit)
         elif not self.host.is_home:
             lease = self.mover.lease_unannounced(unit) if in_backward else self.mover.lease_on_host(unit)
         self._updating[unit] = lease
         if lease is not None:
             self.mover.residency.copies[unit].advance(BlockState.DIRTY)
-        if self._links is None:
+        if unit not in self._on_device:
             self._changed.discard(unit)
             self.mover.begin_change(unit)
 
     def store(self, unit: int, begin: int, end: int) -> Ticket:
         """Brings the bytes [begin, end) that the update has changed home."""
-        if self._links is None:
+        if self._links is None or unit not in self._on_device:
             self.mover.spoil(unit, self._trained_bytes[unit])
             return self._store_home(unit, begin, end)
         host = self.host_plane(unit)[begin:end]

@@ -228,6 +228,7 @@ offload::FaultPlan parse_faults(const std::map<std::string, uint64_t>& faults) {
       {"reorder", &plan.reorder},
       {"refuse_direct", &plan.refuse_direct},
       {"submit_one", &plan.submit_one},
+      {"bytes_per_second", &plan.bytes_per_second},
   };
   for (const auto& [name, value] : faults) {
     const auto field = fields.find(name);

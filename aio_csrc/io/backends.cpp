@@ -4,19 +4,21 @@
 #include <stdexcept>
 #include <string>
 
+#include "io/libaio_backend.h"
 #include "io/thread_backend.h"
 #include "io/uring_backend.h"
 
 namespace offload {
 
 namespace {
-constexpr std::array<std::string_view, 2> kNames = {"io_uring", "threads"};
+constexpr std::array<std::string_view, 3> kNames = {"io_uring", "libaio", "threads"};
 }  // namespace
 
 std::span<const std::string_view> backend_names() noexcept { return kNames; }
 
 std::unique_ptr<IoBackend> make_backend(std::string_view name, size_t depth, size_t threads) {
   if (name == "io_uring") return std::make_unique<UringBackend>(depth);
+  if (name == "libaio") return std::make_unique<LibaioBackend>(depth);
   if (name == "threads") return std::make_unique<ThreadBackend>(threads);
   throw std::invalid_argument("no backend is called " + std::string(name));
 }

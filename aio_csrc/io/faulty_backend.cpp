@@ -122,6 +122,17 @@ void FaultyBackend::pull(size_t count_min) {
   }
 }
 
+// A token bucket that holds next to nothing: a drive that was idle does not make up for it.
+void FaultyBackend::keep_to_rate(int64_t result) {
+  if (result <= 0) return;
+  const std::chrono::duration<double> seconds(static_cast<double>(result) /
+                                              static_cast<double>(plan_.bytes_per_second));
+  const auto earliest = std::chrono::steady_clock::now() - std::chrono::milliseconds(5);
+  rate_next_ = std::max(rate_next_, earliest) +
+               std::chrono::duration_cast<std::chrono::steady_clock::duration>(seconds);
+  std::this_thread::sleep_until(rate_next_);
+}
+
 size_t FaultyBackend::reap(std::span<IoCompletion> out, size_t count_min) {
   const bool idle = held_.empty();
   pull(idle ? count_min : 0);
@@ -136,6 +147,7 @@ size_t FaultyBackend::reap(std::span<IoCompletion> out, size_t count_min) {
     if (delayed_.erase(held_.front().token) != 0) {
       std::this_thread::sleep_for(std::chrono::milliseconds(plan_.delay_ms));
     }
+    if (plan_.bytes_per_second != 0) keep_to_rate(held_.front().result);
     out[count++] = held_.front();
     held_.pop_front();
   }

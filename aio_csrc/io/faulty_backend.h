@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -21,13 +22,14 @@ struct FaultPlan {
   uint64_t eagain_one_in = 0;  // refused with EAGAIN, not carried out
   uint64_t fail_at = 0;        // this data operation fails with fail_errno, not carried out
   uint64_t fail_errno = 5;
-  uint64_t fail_count = 1;     // and so many from there on
-  uint64_t sync_errno = 0;     // every sync fails so
-  uint64_t delay_at = 0;       // this data operation completes late; see delay_ms
-  uint64_t delay_ms = 0;       // with delay_at 0 every operation does
-  uint64_t reorder = 0;        // 1: completions are handed out in random order
-  uint64_t refuse_direct = 0;  // 1: transfers through an O_DIRECT descriptor fail with EINVAL
-  uint64_t submit_one = 0;     // 1: submit takes one request at a time
+  uint64_t fail_count = 1;        // and so many from there on
+  uint64_t sync_errno = 0;        // every sync fails so
+  uint64_t delay_at = 0;          // this data operation completes late; see delay_ms
+  uint64_t delay_ms = 0;          // with delay_at 0 every operation does
+  uint64_t reorder = 0;           // 1: completions are handed out in random order
+  uint64_t refuse_direct = 0;     // 1: transfers through an O_DIRECT descriptor fail with EINVAL
+  uint64_t submit_one = 0;        // 1: submit takes one request at a time
+  uint64_t bytes_per_second = 0;  // completions are handed out no faster than this
 };
 
 // Test double: any backend, made worse. Same seed, same faults: what happens to a transfer depends on the
@@ -52,6 +54,7 @@ class FaultyBackend final : public IoBackend {
   [[nodiscard]] std::optional<Altered> shortened(const IoRequest& request, uint64_t luck) const;
   [[nodiscard]] uint64_t draw(const IoRequest& request);
   void pull(size_t count_min);
+  void keep_to_rate(int64_t result);
 
   std::unique_ptr<IoBackend> inner_;
   const FaultPlan plan_;
@@ -62,6 +65,7 @@ class FaultyBackend final : public IoBackend {
   std::unordered_map<uint64_t, Altered> altered_;         // by token
   std::unordered_map<uint64_t, bool> delayed_;            // by token
   std::deque<IoCompletion> held_;
+  std::chrono::steady_clock::time_point rate_next_{};  // when the next completion may be handed out
 };
 
 }  // namespace offload

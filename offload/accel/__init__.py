@@ -77,13 +77,13 @@ class Accelerator(Protocol):
         """Ends what :meth:`register` began."""
 
     def memory(self) -> tuple[int, int]:
-        """Bytes free on the device, and bytes in all."""
+        """Bytes that can be allocated on the device, and bytes in all."""
 
     def peak_bytes(self) -> int:
         """The most bytes of device memory in use at once until now, by tensors of this process."""
 
     def close(self) -> None:
-        """Waits until every stream of :meth:`stream` is empty. Idempotent."""
+        """Waits until every stream is empty. Idempotent."""
 
 
 def open_accelerator(setting: str) -> Accelerator | None:
@@ -112,7 +112,13 @@ def open_accelerator(setting: str) -> Accelerator | None:
         setting, kind = found.type, found.type
     if found is None or found.type != kind:
         here = "only the CPU" if found is None else f"{found.type!r}"
-        raise ConfigError(f"accelerator {setting!r}: torch finds {here} here; set it to 'auto' or 'cpu'")
+        raise ConfigError(
+            f"accelerator {setting!r}: torch finds {here} here; set it to 'auto' or 'cpu', or plan for"
+            " a device elsewhere with its memory.device_bytes"
+        )
+    count = torch.accelerator.device_count()
+    if argument and int(argument) >= count:
+        raise ConfigError(f"accelerator {setting!r}: there are {count} here, numbered from 0")
     from .torch_device import TorchAccelerator
 
     return TorchAccelerator(torch.device(setting))

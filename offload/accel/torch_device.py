@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import ModuleType
 from typing import Any, cast
 
@@ -9,6 +10,9 @@ import torch
 
 from ..errors import OffloadError
 from . import Event, Stream
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every device, whichever is the current one."""
 
 
 class TorchEvent:
@@ -38,13 +42,17 @@ class TorchStream:
 
 
 class TorchAccelerator:
-    """A device of ``torch.accelerator``."""
+    """A device of ``torch.accelerator``.
+
+    Which stream is the current one is a matter of the calling thread: forward runs in the user's, backward in
+    autograd's thread of the device, where torch makes the stream of the forward operation the current one.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        if ":" not in str(device):
-            device = torch.device(device.type, getattr(torch, device.type).current_device())
-        self.device, self.name = device, str(device)
         self._api: ModuleType = getattr(torch, device.type)  # what torch.accelerator does not have everywhere
+        current = self._api.current_device()  # also where the index is given: it starts the device
+        self.device = torch.device(device.type, current if device.index is None else device.index)
+        self.name = str(self.device)
         self._streams: list[TorchStream] = []
 
     @property
@@ -57,12 +65,13 @@ class TorchAccelerator:
         return stream
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        before = torch.accelerator.current_stream(self.device)
-        torch.accelerator.set_stream(cast(TorchStream, stream).raw)
-        try:
-            destination.copy_(source, non_blocking=True)
-        finally:
-            torch.accelerator.set_stream(before)
+        with self._api.device(self.device):  # set_stream() makes the stream's device the current one
+            before = torch.accelerator.current_stream(self.device)
+            torch.accelerator.set_stream(cast(TorchStream, stream).raw)
+            try:
+                destination.copy_(source, non_blocking=True)
+            finally:
+                torch.accelerator.set_stream(before)
 
     def allocate(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -73,25 +82,29 @@ class TorchAccelerator:
     def register(self, slab: torch.Tensor) -> None:
         if self.device.type != "cuda":
             raise OffloadError(f"torch has no call to pin existing host memory for {self.device.type}")
-        error = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
+        error = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), _PORTABLE)
         self._check("cudaHostRegister", error)
 
     def unregister(self, slab: torch.Tensor) -> None:
-        error = torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
-        self._check("cudaHostUnregister", error)
+        self._check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()))
 
     def memory(self) -> tuple[int, int]:
         free, total = self._api.mem_get_info(self.device)
-        return int(free), int(total)
+        cached = self._api.memory_reserved(self.device) - self._api.memory_allocated(self.device)
+        return int(free) + int(cached), int(total)
 
     def peak_bytes(self) -> int:
         return int(self._api.max_memory_allocated(self.device))
 
     def close(self) -> None:
-        for stream in self._streams:
-            stream.raw.synchronize()
+        """Waits for the whole device: memory that is freed next may be given to any stream."""
         self._streams.clear()
+        self._api.synchronize(self.device)
 
     def _check(self, call: str, error: Any) -> None:
-        if int(error) != 0:
-            raise OffloadError(f"{call}: {torch.cuda.cudart().cudaGetErrorString(error)} ({int(error)})")
+        if int(error) == 0:
+            return
+        # The runtime remembers the refusal, and torch would blame the next kernel for it: so one is started here.
+        with self._api.device(self.device), contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
+        raise OffloadError(f"{call}: {torch.cuda.cudart().cudaGetErrorString(error)} ({int(error)})")

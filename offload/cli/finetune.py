@@ -1,6 +1,7 @@
 """``offload finetune``: everything that can be wrong is looked at first, then `training` does it.
 
-Up to the end of :func:`check` nothing has been created and torch has not been imported.
+Up to the end of :func:`check` nothing has been created, and torch has not been imported unless there may be an
+accelerator to ask for its memory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..errors import ConfigError
 from ..models.documents import find_files
 from ..placement import Placement, placement_of, refuse_unbuilt
 from ..plan import MemoryPlan
+from .device import device_free_bytes
 from .failures import StopSignals
 from .memory import limit_hoarding
 from .outputs import OutDirectory, check_export
@@ -48,7 +50,7 @@ class Job:
 
     request: Request
     config: OffloadConfig
-    """As given, but for `memory.host_bytes`, which is a number: "auto" is asked of the machine once."""
+    """As given, but for the bytes of `memory`, which are numbers: "auto" is asked of the machine once."""
     config_digest: str
     """Of the configuration as given."""
     batch: BatchSizes
@@ -65,6 +67,9 @@ class Job:
 def run(request: Request) -> None:
     """Carries out the command. See ``failures`` for how it ends when it does not succeed."""
     limit_hoarding()
+    # Workers that wait for one another by spinning take the cores from the threads that move and update
+    # chunks, and from everything else on the machine. Read by libgomp when torch loads it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with StopSignals() as signals:
         job = check(request)
         _show_warnings()
@@ -75,9 +80,6 @@ def run(request: Request) -> None:
                 display.say(f"  {line}")
             for note in job.config.notes:
                 display.say(f"note: {note}")
-        # Workers that wait for one another by spinning take the cores from the threads that move and update
-        # chunks, and from everything else on the machine. Read by libgomp when torch loads it.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch  # noqa: F401  # the two seconds it takes are spent when the command is known to make sense
 
         rss_start_bytes = metrics.rss_bytes()
@@ -107,12 +109,15 @@ def check(request: Request) -> Job:
     out = OutDirectory(request.out or Path("runs", request.config_path.stem))
     if request.export is not None:
         check_export(request.export)
-    placement = placement_of(config)
-    pinned = replace(config, memory=replace(config.memory, host_bytes=placement.host_bytes))
+    placement = placement_of(config, device_free_bytes=device_free_bytes(config, is_here=True))
+    memory = replace(config.memory, host_bytes=placement.host_bytes)
+    if placement.device_bytes is not None:
+        memory = replace(memory, device_bytes=placement.device_bytes)
+    known = replace(config, memory=memory)
     MemoryPlan.build(placement, inventory_of(config, source, source.shapes(), request.seq))
     return Job(
         request=request,
-        config=pinned,
+        config=known,
         config_digest=config.digest(),
         batch=batch,
         source=source,

@@ -1,4 +1,7 @@
-"""``offload plan``: what a run would need, computed from names and shapes alone. No torch."""
+"""``offload plan``: what a run would need, computed from names and shapes alone.
+
+No torch, unless an accelerator has to be asked for its memory.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..placement import placement_of, refuse_unbuilt
 from ..plan import MemoryPlan
+from .device import device_free_bytes
 from .sources import check_seq, inventory_of, open_source, plan_notes
 
 DRIVE_LIFE_BYTES = 600e12
@@ -34,7 +38,7 @@ def show_plan(
     batch = config.resolve_batch(1)
     source = open_source(model)
     check_seq(source, seq)
-    placement = placement_of(config)
+    placement = placement_of(config, device_free_bytes=device_free_bytes(config, is_here=False))
     plan = MemoryPlan.build(placement, inventory_of(config, source, source.shapes(), seq))
     tokens = batch.train * seq
     typer.echo(

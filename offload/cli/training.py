@@ -15,7 +15,7 @@ from ..integrations.schedulers import build_scheduler, check_schedule
 from ..models.pretrained import persistent_buffers
 from ..models.text import TextDataset, load_tokenizer
 from ..optimizer import OffloadOptimizer
-from ..placement import nvme_path_of
+from ..placement import swap_paths_of
 from ..plan import MemoryPlan
 from ..store import SwapDirectory
 from .building import build, fill_later, hf_config, shapes_of
@@ -109,17 +109,20 @@ def _open_data(job: Job, display: Display) -> TextDataset:
 
 def _check_swap_path(job: Job) -> None:
     """Finds out now whether the swap files can be made, rather than after the data has been tokenised."""
-    path = nvme_path_of(job.config)
-    if path is None:
+    paths = swap_paths_of(job.config)
+    if paths is None:
         return
     plan = MemoryPlan.build(
         job.placement, inventory_of(job.config, job.source, job.source.shapes(), job.request.seq)
     )
-    directory = SwapDirectory(path)
-    try:
-        directory.check_space(plan.bytes_total("nvme"))
-    finally:
-        directory.close()
+    need = plan.bytes_total("nvme")
+    with contextlib.ExitStack() as opened:
+        directories = []
+        for path in paths.all:
+            directories.append(SwapDirectory(path.path))
+            opened.callback(directories[-1].close)
+        if len(directories) == 1:  # what several have together is known when their shares are
+            directories[0].check_space(need)
 
 
 def _prepare(job: Job, display: Display) -> tuple[nn.Module, OffloadOptimizer]:
@@ -154,7 +157,7 @@ def _train(
     dataset: TextDataset,
     account: Account,
 ) -> None:
-    steps, ledger = job.request.steps, optimizer.engine.ledger
+    steps, ledger, device = job.request.steps, optimizer.engine.ledger, optimizer.engine.device
     scheduler = build_scheduler(job.config, optimizer, total_steps=steps)
     read_before, written_before = metrics.storage_bytes()
     meter = Meter(ledger, steps=steps, tokens_per_step=job.tokens_per_step)
@@ -162,14 +165,14 @@ def _train(
         for step in range(1, steps + 1):
             refused = ledger.skipped_steps
             losses = [
-                _micro_step(model, dataset.next_batch(), job.batch.accumulation)
+                _micro_step(model, dataset.next_batch(), job.batch.accumulation, device)
                 for _ in range(job.batch.accumulation)
             ]
             optimizer.step()
             optimizer.zero_grad()
             if scheduler is not None and ledger.skipped_steps == refused:
                 scheduler.step()
-            account.losses.append(sum(losses) / len(losses))
+            account.losses.append(sum(float(loss) for loss in losses) / len(losses))
             account.seconds = meter.seconds
             read, written = metrics.storage_bytes()
             account.storage_bytes = (read - read_before, written - written_before)
@@ -178,13 +181,15 @@ def _train(
                 show(meter.figures(step, account.losses[-1]))
 
 
-def _micro_step(model: nn.Module, batch: dict[str, torch.Tensor], accumulation: int) -> float:
-    """Forward and backward; nothing of either outlives it but the gradients."""
-    output = model(**batch)
+def _micro_step(
+    model: nn.Module, batch: dict[str, torch.Tensor], accumulation: int, device: torch.device
+) -> torch.Tensor:
+    """Forward and backward; nothing of either outlives it but the gradients and the loss, on the device."""
+    output = model(**{name: tensor.to(device) for name, tensor in batch.items()})
     loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
     del output  # and with it the logits
     (loss / accumulation).backward()
-    return float(loss.detach())
+    return loss.detach()
 
 
 def _write_report(job: Job, display: Display, optimizer: OffloadOptimizer, account: Account) -> None:

@@ -4,8 +4,8 @@ Note [Client optimizers]
 Accepted are ``torch.optim.AdamW`` and ``torch.optim.Adam`` before their first step, and whatever is called
 with the parameters and returns one of them (the class itself, a ``functools.partial``, a function). Their
 groups count with lr, betas, eps and weight decay; the class says how weight decay is applied. Switches that
-only choose among torch's implementations (foreach, fused, capturable) mean nothing here. All that would
-change the mathematics is refused. The object itself is out of work afterwards: its ``step()`` raises.
+only choose among torch's implementations (foreach, fused, capturable) mean nothing here, which is logged. All
+that would change the mathematics is refused. The object itself is out of work afterwards: its ``step()`` raises.
 
 Note [Client schedulers]
 A function is called with our optimizer. A scheduler that exists is bound to the script's optimizer: our
@@ -15,6 +15,7 @@ groups are made with all that it keeps in those groups (initial and present lear
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..config.training import AdamParams
 from ..config.training import Optimizer as OptimizerConfig
 from ..errors import ConfigError, OffloadError
+
+logger = logging.getLogger("offload")
 
 _ACCEPTED = (
     "accepted are torch.optim.AdamW, torch.optim.Adam, a callable that makes one of them from the parameters,"
@@ -87,6 +90,14 @@ def read_optimizer(given: Any, params: list[Any]) -> ClientOptimizer:
         raise ConfigError(
             "optimizer: parameter groups with and without decoupled_weight_decay cannot be mixed;"
             " use AdamW or Adam for all"
+        )
+    chosen = [name for name in ("foreach", "fused", "capturable") if source.defaults.get(name)]
+    if chosen:
+        logger.info(
+            "optimizer: %s chooses among torch's implementations; this %s is replaced by the engine's own kernel,"
+            " which runs where the optimizer state is",
+            ", ".join(chosen),
+            type(source).__name__,
         )
     switches = {*_REFUSED_SWITCHES, *_OTHER_SWITCHES}
     groups = [

@@ -359,7 +359,7 @@ class TrainingEngine:
     @property
     def device(self) -> torch.device:
         """Where inputs have to be."""
-        return next(self.module.parameters()).device
+        return self._engine.device
 
     def train(self, mode: bool = True) -> TrainingEngine:
         self.module.train(mode)

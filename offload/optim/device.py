@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from . import device_kernels
+from . import device_kernels, kernels
 from .adam import AdamPlanes
 from .device_check import choose_adam_segments
 from .kernels import Segment
 
-__all__ = ["DeviceAdam"]
+__all__ = ["DeviceAdam", "block_square_sums"]
 
 
 class DeviceAdam(AdamPlanes):
@@ -48,3 +48,14 @@ class DeviceAdam(AdamPlanes):
 
     def _split_master(self, master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
         device_kernels.split_master(master, weight, residual)
+
+
+def block_square_sums(grads: Sequence[torch.Tensor]) -> list[float]:
+    """The sums of squares of all blocks of gradients in one memory, in order; see ``kernels``.
+
+    Of those on a device the host needs the values: that waits for the device, once for all of them.
+    """
+    if not grads or grads[0].device.type == "cpu":
+        return [total for grad in grads for total in kernels.block_square_sums(grad).tolist()]
+    sums: list[float] = device_kernels.block_square_sums(*grads).tolist()
+    return sums

@@ -67,6 +67,10 @@ SCRATCH_BYTES_PER_ELEMENT: Final = 4 * 8 + 3 * 4 + 3
 CANONICAL_NAN: Final = 0x7FC00000
 HALF_UNIT: Final = 0x8000
 SQUARE_LANES: Final = 16
+ROWS_BYTES_MAX: Final = 8 << 20
+"""Of gradients widened to fp64 at a time for their sums of squares, unless one row of all blocks is more."""
+
+_GRAD_TYPES: Final = (torch.bfloat16, torch.float32)
 
 
 def adam_segments(
@@ -138,33 +142,59 @@ def scale_tensor(grad_scale: float | torch.Tensor, device: torch.device) -> torc
     return grad_scale.detach().to(torch.float32)
 
 
-def block_square_sums(grad: torch.Tensor) -> torch.Tensor:
+def block_square_sums(*grads: torch.Tensor) -> torch.Tensor:
     """fp64 sums of squares of the :data:`kernels.SQUARE_BLOCK`-element blocks, as a tensor on the device.
 
-    Element i of a block is added to lane i % 16, one after another, and the lanes in a tree, as in the CPU
-    kernel: 1024 additions in order, each over all blocks at once, so a call costs about two thousand launches
-    whatever its size. Scratch: 256 bytes per block, and 128 KiB.
+    Of several arrays of one type, those of the first come first. Element i of a block is added to lane i % 16,
+    one after another, and the lanes in a tree, as in the CPU kernel: 1024 additions in order, each over all
+    blocks of all arrays at once, so a call costs one to three thousand launches whatever there is to add.
+    Scratch: 128 bytes per block and array, :data:`ROWS_BYTES_MAX`, and 64 KiB per array for its short last block.
     """
-    _check("grad", grad, grad, torch.bfloat16, torch.float32)
-    whole, rest = divmod(grad.numel(), SQUARE_BLOCK)
-    blocks = whole + (rest > 0)
+    for grad in grads:
+        _check("grad", grad, grad, *((grads[0].dtype,) if grad is not grads[0] else _GRAD_TYPES))
+    arrays = [grad.detach() for grad in grads]
+    whole = [array.numel() // SQUARE_BLOCK for array in arrays]
     rows = SQUARE_BLOCK // SQUARE_LANES
-    lanes = torch.zeros((blocks, SQUARE_LANES), dtype=torch.float64, device=grad.device)
-    values = grad.detach()
-    body = values[: whole * SQUARE_BLOCK].view(whole, rows, SQUARE_LANES)
-    wide = torch.empty((whole, SQUARE_LANES), dtype=torch.float64, device=grad.device)
-    with torch.no_grad(), _ieee_defaults(grad.device):
-        # The square of an fp32 value is exact in fp64: fused or not, addcmul adds the same.
-        for row in range(rows if whole else 0):
-            wide.copy_(body[:, row])
-            lanes[:whole].addcmul_(wide, wide)
-        for row in _tail_rows(values[whole * SQUARE_BLOCK :]):
-            lanes[whole].addcmul_(row, row)
+    with torch.no_grad(), _ieee_defaults(arrays[0].device):
+        tails = [_padded(array[n * SQUARE_BLOCK :]) for array, n in zip(arrays, whole, strict=True)]
+        bodies = [array[: n * SQUARE_BLOCK] for array, n in zip(arrays, whole, strict=True)]
+        blocks = [piece.view(-1, rows, SQUARE_LANES) for piece in (*bodies, *tails) if piece.numel()]
+        lanes = _add_in_order(blocks, sum(map(len, blocks)), arrays[0])
         stride = SQUARE_LANES // 2
         while stride:
             lanes[:, :stride].add_(lanes[:, stride : 2 * stride])
             stride //= 2
-    return lanes[:, 0].clone(memory_format=torch.contiguous_format)
+        sums, of_tails = lanes[: sum(whole), 0].split(whole), lanes[sum(whole) :, 0]
+        pieces, tail = [], 0
+        for of_whole, padded in zip(sums, tails, strict=True):
+            last = tail + (padded.numel() > 0)
+            pieces += [of_whole, of_tails[tail:last]]
+            tail = last
+        return torch.cat(pieces)
+
+
+def _add_in_order(blocks: Sequence[torch.Tensor], count: int, like: torch.Tensor) -> torch.Tensor:
+    """The sums of squares over the middle axis of (n, rows, lanes) arrays: (count, lanes), fp64."""
+    lanes = torch.zeros((count, SQUARE_LANES), dtype=torch.float64, device=like.device)
+    if not blocks:
+        return lanes
+    rows = blocks[0].shape[1]
+    at_once = max(1, min(rows, ROWS_BYTES_MAX // (count * SQUARE_LANES * 8)))
+    # The square of an fp32 value is exact in fp64: fused or not, addcmul adds the same.
+    for begin in range(0, rows, at_once):
+        wide = torch.cat([piece[:, begin : begin + at_once] for piece in blocks]).double()
+        for row in wide.unbind(1):
+            lanes.addcmul_(row, row)
+    return lanes
+
+
+def _padded(values: torch.Tensor) -> torch.Tensor:
+    """A short block as a whole one: squares of zeros add nothing to a sum. Empty stays empty."""
+    if not values.numel():
+        return values
+    padded = values.new_zeros(SQUARE_BLOCK)
+    padded[: values.numel()].copy_(values)
+    return padded
 
 
 def all_finite(sums: torch.Tensor) -> torch.Tensor:
@@ -299,14 +329,6 @@ def _split_bits(bits: torch.Tensor, work: torch.Tensor, weight: torch.Tensor, re
     bits.masked_fill_(values != values, CANONICAL_NAN)
     weight.view(torch.int16).copy_(torch.add(bits, HALF_UNIT, out=work).bitwise_right_shift_(16))
     residual.copy_(bits.bitwise_left_shift_(16).bitwise_right_shift_(16))
-
-
-def _tail_rows(values: torch.Tensor) -> torch.Tensor:
-    """The last, short block in fp64, as rows of lanes. Padding with zeros adds nothing to a sum."""
-    rows = -(-values.numel() // SQUARE_LANES)
-    padded = torch.zeros(rows * SQUARE_LANES, dtype=torch.float64, device=values.device)
-    padded[: values.numel()].copy_(values)
-    return padded.view(rows, SQUARE_LANES)
 
 
 def _slices(numel: int) -> Iterator[slice]:

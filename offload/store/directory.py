@@ -72,11 +72,15 @@ class SwapDirectory:
                 error.errno, f"cannot make a swap directory: {error.strerror}", str(self.root)
             ) from error
 
+    def free_bytes(self) -> int | None:
+        """Free space of the file system; None where it has no size to tell (ramfs, network)."""
+        status = os.statvfs(self.root)
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
+
     def check_space(self, size: int) -> None:
         """Raises StoreError where less than ``size`` bytes are free."""
-        status = os.statvfs(self.root)
-        free = status.f_bavail * status.f_frsize
-        if status.f_blocks and size > free:  # some (ramfs, network) have no size to tell
+        free = self.free_bytes()
+        if free is not None and size > free:
             mount = mount_of(self.root)
             raise StoreError(
                 28,

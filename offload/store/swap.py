@@ -2,71 +2,70 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
+
 import torch
 
-from ..aio import Queue
 from ..config.schema import Aio
 from ..ledger import Ledger
-from ..links import AHEAD, DoneTicket, NvmeLinks, Ticket
+from ..links import AHEAD, AllTickets, DoneTicket, Ticket
+from ..placement import SwapPaths
 from ..plan import Chunk, MemoryPlan
-from .directory import SwapDirectory
-from .layout import StoreLayout
+from .drives import Drive, fit_shares, open_drives, shares_of
+from .layout import Extent, StoreLayout, Stripes
 
-FILE_NAME = "planes.swap"
+logger = logging.getLogger("offload.store")
+
+IMBALANCE_MAX = 1.5
+"""Drives that finish their shares at times farther apart than this factor are told of."""
 
 
 class SwapStore:
     """One run's planes on NVMe. Open it with :meth:`open`, close it to remove it."""
 
-    def __init__(self, directory: SwapDirectory, queue: Queue, plan: MemoryPlan, ledger: Ledger) -> None:
-        self._directory, self._queue, self._plan = directory, queue, plan
-        self._layout = StoreLayout(plan)
-        self._links = NvmeLinks(queue, ledger)
+    def __init__(
+        self, drives: Sequence[Drive], layout: StoreLayout, plan: MemoryPlan, ledger: Ledger
+    ) -> None:
+        self._drives, self._layout, self._plan, self._ledger = drives, layout, plan, ledger
         self._moments_written = [False] * len(plan.chunks)
-        self.path = directory.path
+        self._imbalance_told = False
+        self.path = drives[0].directory.path
 
     @classmethod
-    def open(cls, nvme_path: str, plan: MemoryPlan, aio: Aio, ledger: Ledger, *, rank: int = 0) -> SwapStore:
-        """Makes the directory and the file, with all its space, or leaves nothing behind.
+    def open(
+        cls, paths: SwapPaths, plan: MemoryPlan, aio: Aio, ledger: Ledger, *, rank: int = 0
+    ) -> SwapStore:
+        """Makes the directories and the files, with all their space, or leaves nothing behind.
 
         Raises:
-            StoreError: the path cannot be used, or has too little free space.
-            TransferError: the file cannot be made or given its space.
+            StoreError: a path cannot be used, or there is too little free space.
+            TransferError: a file cannot be made or given its space.
         """
-        size = plan.bytes_total("nvme")
-        directory = SwapDirectory(nvme_path, rank=rank)
-        queue: Queue | None = None
+        drives = open_drives([path.path for path in paths.all], aio, ledger, rank=rank)
         try:
-            directory.check_space(size)
-            queue = Queue(
-                directory.path / FILE_NAME,
-                backend=aio.backend,
-                queue_depth=aio.queue_depth,
-                request_bytes=aio.block_size,
-                direct_io=aio.direct_io,
-                threads=aio.thread_count,
-            )
-            queue.preallocate(size)
-            return cls(directory, queue, plan, ledger)
+            if len(drives) == 1:
+                drives[0].directory.check_space(plan.bytes_total("nvme"))
+            shares = fit_shares(shares_of(paths.all, drives), plan.bytes_total("nvme"), drives)
+            layout = StoreLayout(plan, paths.among(shares, "weights"), paths.among(shares, "states"))
+            for drive, size in zip(drives, layout.sizes, strict=True):
+                drive.queue.preallocate(size)
+            return cls(drives, layout, plan, ledger)
         except BaseException:
-            if queue is not None:
-                queue.close()
-            directory.close()
+            for drive in drives:
+                drive.close()
             raise
 
     # -- weights ------------------------------------------------------------------------------------------
 
     def read_weight(self, unit: int, slot: torch.Tensor, *, priority: int = AHEAD) -> Ticket:
         """Fills the front of a slot (uint8) with the unit's weight plane."""
-        extent = self._layout.weights[unit]
-        return self._links.read(
-            slot[: extent.size], extent.offset, [("weight", extent.size)], priority=priority
-        )
+        stripes = self._layout.weights[unit]
+        return self._read(slot, stripes, [("weight", stripes.size)], priority)
 
     def write_weight(self, unit: int, slot: torch.Tensor, begin: int, end: int) -> Ticket:
         """Writes bytes [begin, end) of the unit's weight plane, which lies at the front of ``slot``."""
-        part = self._layout.weights[unit].part(begin, end)
-        return self._links.write(slot[begin:end], part.offset, [("weight", part.size)])
+        return self._write(slot, self._layout.weights[unit], [("weight", end)], begin)
 
     # -- state of chunks ----------------------------------------------------------------------------------
 
@@ -76,42 +75,103 @@ class SwapStore:
 
     def read_state(self, chunk: Chunk, buffer: torch.Tensor, *, priority: int = AHEAD) -> Ticket:
         """Fills the front of ``buffer`` with the chunk's planes. Moments never written are zeros, unread."""
-        extent = self._layout.states[chunk.index]
+        stripes = self._layout.states[chunk.index]
         planes = self._planes(chunk)
-        stored = extent.size
         if not self._moments_written[chunk.index]:
             planes = [plane for plane in planes if plane[0] == "residual"]
             stored = sum(size for _, size in planes)
-            buffer[stored : extent.size].zero_()
-        if not stored:
-            return DoneTicket()
-        return self._links.read(buffer[:stored], extent.offset, planes, priority=priority)
+            buffer[stored : stripes.size].zero_()
+        return self._read(buffer, stripes, planes, priority)
 
     def write_state(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
         """Writes the chunk's planes from the front of ``buffer``."""
-        extent = self._layout.states[chunk.index]
         self._moments_written[chunk.index] = True
-        return self._links.write(buffer[: extent.size], extent.offset, self._planes(chunk))
+        return self._write(buffer, self._layout.states[chunk.index], self._planes(chunk))
 
     def write_residual(self, chunk: Chunk, residual: torch.Tensor) -> Ticket:
         """Writes the residual plane alone (it is the first in the extent): ``residual`` is uint8."""
-        part = self._layout.states[chunk.index].part(0, residual.numel())
-        return self._links.write(residual, part.offset, [("residual", part.size)])
+        return self._write(residual, self._layout.states[chunk.index], [("residual", residual.numel())])
 
     def _planes(self, chunk: Chunk) -> list[tuple[str, int]]:
         return [(plane.name, chunk.elements * plane.itemsize) for plane in self._plan.placement.state_planes]
+
+    # -- transfers over stripes ---------------------------------------------------------------------------
+
+    def _read(
+        self, buffer: torch.Tensor, stripes: Stripes, planes: Sequence[tuple[str, int]], priority: int
+    ) -> Ticket:
+        """Fills the front of ``buffer`` with planes that lie side by side in ``stripes``."""
+
+        def start(extent: Extent, piece: torch.Tensor, inside: Sequence[tuple[str, int]]) -> Ticket:
+            return self._drives[extent.path].links.read(piece, extent.offset, inside, priority=priority)
+
+        return self._each(buffer, stripes, planes, 0, start)
+
+    def _write(
+        self, buffer: torch.Tensor, stripes: Stripes, planes: Sequence[tuple[str, int]], begin: int = 0
+    ) -> Ticket:
+        def start(extent: Extent, piece: torch.Tensor, inside: Sequence[tuple[str, int]]) -> Ticket:
+            return self._drives[extent.path].links.write(piece, extent.offset, inside)
+
+        return self._each(buffer, stripes, planes, begin, start)
+
+    @staticmethod
+    def _each(
+        buffer: torch.Tensor,
+        stripes: Stripes,
+        planes: Sequence[tuple[str, int]],
+        begin: int,
+        start: Callable[[Extent, torch.Tensor, Sequence[tuple[str, int]]], Ticket],
+    ) -> Ticket:
+        """One transfer for each extent that holds bytes from ``begin`` to the end of the planes."""
+        end = sum(size for _, size in planes)
+        tickets = [
+            start(extent, buffer[first:last], _planes_within(planes, first, last))
+            for first, last, extent in stripes.part(begin, end)
+        ]
+        if not tickets:
+            return DoneTicket()
+        return tickets[0] if len(tickets) == 1 else AllTickets(tickets)
 
     # -- end ----------------------------------------------------------------------------------------------
 
     def start_steps(self) -> None:
         """The set-up is over: from now on seconds count."""
-        self._links.start_steps()
+        for drive in self._drives:
+            drive.links.start_steps()
 
     def update_seconds(self) -> None:
-        """Brings the ledger's busy seconds up to date."""
-        self._links.update_seconds()
+        """Brings the ledger's busy seconds up to date: on a link, those of its busiest path."""
+        by_path = [drive.links.seconds() for drive in self._drives]
+        for index, link in enumerate(("nvme_read", "nvme_write")):
+            self._ledger.seconds[link] = max(seconds[index] for seconds in by_path)
+        self._tell_imbalance([sum(seconds) for seconds in by_path])
+
+    def _tell_imbalance(self, seconds: Sequence[float]) -> None:
+        if self._imbalance_told or min(seconds) <= 0 or max(seconds) < IMBALANCE_MAX * min(seconds):
+            return
+        self._imbalance_told = True
+        slow, fast = (self._drives[list(seconds).index(pick(seconds))] for pick in (max, min))
+        logger.warning(
+            "%s was busy for %.1f s with its share and %s for %.1f s: give the first a smaller weight",
+            slow.directory.root,
+            max(seconds),
+            fast.directory.root,
+            min(seconds),
+        )
 
     def close(self) -> None:
-        """Ends all transfers and removes file and directory. Idempotent."""
-        self._queue.close()
-        self._directory.close()
+        """Ends all transfers and removes files and directories. Idempotent."""
+        for drive in self._drives:
+            drive.close()
+
+
+def _planes_within(planes: Sequence[tuple[str, int]], begin: int, end: int) -> list[tuple[str, int]]:
+    """What of planes that lie side by side is in bytes [begin, end)."""
+    inside, at = [], 0
+    for name, size in planes:
+        length = min(end, at + size) - max(begin, at)
+        if length > 0:
+            inside.append((name, length))
+        at += size
+    return inside

@@ -8,6 +8,9 @@ Note [Pinned memory]
 What an accelerator copies from and to is registered with it, slab by slab, as it is. Where the system refuses
 (memlock limits, WSL), the slab stays ordinary memory, and copies go through a small staging buffer that could be
 registered (see `links`): slower, and the same bytes.
+
+A forked child (a worker that loads data) does not get what is pinned. Before Linux 5.12 a fork moved the page that
+the parent wrote to next, while the device went on with the old one.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import resource
 from collections import Counter
 from collections.abc import Sequence
 
@@ -23,7 +27,7 @@ import torch
 
 from ..accel import Accelerator
 from ..bytesize import MiB, align_up, format_bytes
-from ..errors import OffloadError
+from ..errors import OffloadError, PlanError
 
 logger = logging.getLogger("offload")
 
@@ -38,6 +42,7 @@ class HostTier:
         """Bytes by purpose, as asked for."""
         self._accelerator = accelerator
         self._registered: list[torch.Tensor] = []
+        self._mappings: dict[int, mmap.mmap] = {}  # of what is registered, by address
         self._warned = False
 
     def allocate(self, purpose: str, sizes: Sequence[int], *, pinned: bool = False) -> list[torch.Tensor]:
@@ -47,6 +52,9 @@ class HostTier:
 
         Args:
             pinned: an accelerator copies from or to it. See Note [Pinned memory].
+
+        Raises:
+            PlanError: the system does not map that much.
         """
         offsets, end = [], 0
         for size in sizes:
@@ -54,13 +62,18 @@ class HostTier:
             end += align_up(size, mmap.PAGESIZE)
         if not end:
             return [torch.empty(0, dtype=torch.uint8) for _ in sizes]
-        slab = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if end >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without transparent huge pages: only speed is lost
-                slab.madvise(mmap.MADV_HUGEPAGE)
+        try:
+            slab = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise PlanError(
+                f"{format_bytes(end)} of host memory wanted for {purpose}: {error.strerror}; lower"
+                " memory.host_bytes, or raise the limit of virtual memory (ulimit -v)"
+            ) from error
+        if end >= HUGE_PAGE_BYTES:
+            _madvise(slab, "MADV_HUGEPAGE")  # where a kernel has none, only speed is lost
         self.allocated[purpose] += sum(sizes)
-        if pinned and self._accelerator is not None:
-            self._register(purpose, torch.from_numpy(np.frombuffer(slab, np.uint8)))
+        if pinned:
+            self._pin(purpose, slab)
         return [
             torch.from_numpy(np.frombuffer(slab, np.uint8, size, offset))
             if size
@@ -76,11 +89,14 @@ class HostTier:
     def close(self) -> None:
         """Ends the registration of every slab. Idempotent."""
         while self._registered and self._accelerator is not None:
-            self._accelerator.unregister(self._registered.pop())
+            slab = self._registered.pop()
+            self._accelerator.unregister(slab)
+            _madvise(self._mappings.pop(slab.data_ptr()), "MADV_DOFORK")
 
-    def _register(self, purpose: str, slab: torch.Tensor) -> None:
+    def _pin(self, purpose: str, mapping: mmap.mmap) -> None:
         if self._accelerator is None:
             return
+        slab = torch.from_numpy(np.frombuffer(mapping, np.uint8))
         try:
             self._accelerator.register(slab)
         except OffloadError as error:
@@ -88,10 +104,24 @@ class HostTier:
                 self._warned = True
                 logger.warning(
                     "%s of host memory for %s cannot be pinned (%s): copies go through a small pinned buffer,"
-                    " slower and with the same results; raise the limit of locked memory (ulimit -l)",
+                    " slower and with the same results; raise the limit of locked memory (ulimit -l, now %s)",
                     format_bytes(slab.numel()),
                     purpose,
-                    error,
+                    str(error),  # a record may be kept, and an error keeps what its frames hold
+                    _locked_memory_limit(),
                 )
         else:
             self._registered.append(slab)
+            self._mappings[slab.data_ptr()] = mapping
+            _madvise(mapping, "MADV_DONTFORK")
+
+
+def _madvise(mapping: mmap.mmap, advice: str) -> None:
+    if hasattr(mmap, advice):
+        with contextlib.suppress(OSError):  # a kernel without it
+            mapping.madvise(getattr(mmap, advice))
+
+
+def _locked_memory_limit() -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)

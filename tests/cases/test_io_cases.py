@@ -143,7 +143,9 @@ def test_i10_without_direct_io(ramfs, caplog):
 
 
 def test_i10_direct_io_refused_at_the_first_transfer(swap_path, monkeypatch):
-    monkeypatch.setattr("offload.store.swap.Queue", functools.partial(aio.Queue, faults={"refuse_direct": 1}))
+    monkeypatch.setattr(
+        "offload.store.drives.Queue", functools.partial(aio.Queue, faults={"refuse_direct": 1})
+    )
     assert_same(trained(swap_path), trained(None, device="cpu"))
 
 
@@ -163,7 +165,7 @@ def test_i13_io_uring_refused(swap_path, monkeypatch, caplog, code):
         first, second = trained(swap_path), trained(swap_path)
     assert_same(first, second)
     (text,) = [r.getMessage() for r in caplog.records if "is refused" in r.getMessage()]
-    assert "io_uring" in text and errno.errorcode[code] in text and "using threads" in text
+    assert "io_uring" in text and errno.errorcode[code] in text and "using libaio" in text
 
 
 def test_m04_memory_does_not_grow_with_steps(swap_path):

@@ -28,7 +28,7 @@ def faulty(monkeypatch):
 
     def use(**faults):
         queue = functools.partial(aio.Queue, faults=faults)
-        monkeypatch.setattr("offload.store.swap.Queue", queue)
+        monkeypatch.setattr("offload.store.drives.Queue", queue)
 
     return use
 
@@ -71,7 +71,7 @@ def test_the_same_bits_on_a_bad_disk(seed, swap_path, faulty, nothing_left_behin
 @pytest.mark.parametrize("seed", range(12))
 def test_the_same_bits_on_a_disk_without_a_clock(seed, swap_path, monkeypatch):
     """The whole engine over tests/sim's disk, which also finds transfers that overlap."""
-    monkeypatch.setattr("offload.store.swap.Queue", functools.partial(VirtualQueue, seed=seed))
+    monkeypatch.setattr("offload.store.drives.Queue", functools.partial(VirtualQueue, seed=seed))
     train_offloaded(LOOP, PLACEMENTS[seed % len(PLACEMENTS)], swap_path).assert_same_bits(without_faults())
 
 
@@ -179,13 +179,13 @@ def test_a_failed_write_of_a_gathered_parameter_stops_the_engine(swap_path, monk
     """The plane on disk is then neither old nor new: nothing may go on as if it were."""
     fails = []
     monkeypatch.setattr(
-        "offload.store.swap.Queue",
+        "offload.store.drives.Queue",
         functools.partial(VirtualQueue, fail=lambda number: bool(fails) and number == fails[0]),
     )
     model, optimizer = offload.prepare(Tiny(), config(swap_path, precision="fp32"))
     engine = optimizer.engine
     with contextlib.closing(engine):
-        queue = engine._store._queue
+        queue = engine._store._drives[0].queue
         with pytest.raises(TransferError), offload.gather(model.blocks[0].weight, modify=True):
             with torch.no_grad():
                 model.blocks[0].weight.zero_()
@@ -205,7 +205,7 @@ def test_a_prepare_that_fails_leaves_nothing(swap_path, monkeypatch, nothing_lef
         offload.prepare(model, config(swap_path, memory={"host_bytes": 1000}))
     with pytest.raises(OffloadError, match="nvme_path"):
         offload.prepare(model, config(swap_path / "a" / "b"))
-    monkeypatch.setattr("offload.store.swap.Queue.preallocate", lambda self, size: 1 / 0)
+    monkeypatch.setattr("offload.store.drives.Queue.preallocate", lambda self, size: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         offload.prepare(model, config(swap_path))
     monkeypatch.undo()
@@ -288,7 +288,7 @@ def test_a_prepare_whose_disk_fails(swap_path, faulty, nothing_left_behind):
 
 def test_a_prepare_whose_disk_is_gone(swap_path, monkeypatch):
     gone = functools.partial(VirtualQueue, fail=lambda number: number >= 5)
-    monkeypatch.setattr("offload.store.swap.Queue", gone)
+    monkeypatch.setattr("offload.store.drives.Queue", gone)
     model = Tiny()
     with pytest.raises(OffloadError, match=r"cannot be read back .*: build the model anew"):
         offload.prepare(model, config(swap_path))

@@ -266,8 +266,8 @@ print(forked == losses([None] * len(ways)), swap_left())
 """
 
 
-def test_i15_a_child_that_crashes_or_closes_hurts_nothing(swap_path):
-    result = run(CHILDREN, swap_path)
+def test_i15_a_child_that_crashes_or_closes_hurts_nothing(run):
+    result = run(CHILDREN)
     assert result.stdout.splitlines() == [
         "exception 1 1", "sys.exit 3 1", "abort -6 1", "SIGKILL -9 1", "SIGTERM -15 1", "close 0 1", "use 0 1",
         "end 0 1", "True []",

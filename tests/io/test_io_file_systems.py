@@ -229,11 +229,11 @@ logging.basicConfig(stream=sys.stdout, format="%(name)s: %(message)s")
 from offload import aio
 from offload.errors import OffloadError
 
-assert aio.backends() == ["threads"], aio.backends()
+assert aio.backends() == ["libaio", "threads"], aio.backends()
 print(aio.probe()["io_uring"])
 for turn in range(2):
     with aio.Queue(sys.argv[1]) as queue:
-        assert queue.backend == "threads"
+        assert queue.backend == "libaio"
         queue.write(b"abc", 0).wait()
         buffer = bytearray(3)
         queue.read(buffer, 0).wait()

@@ -99,7 +99,10 @@ def test_use_after_close(path, backend):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"backend": "libaoi"}, "backend must be 'auto' or one of 'io_uring', 'threads', got 'libaoi'"),
+        (
+            {"backend": "libaoi"},
+            "backend must be 'auto' or one of 'io_uring', 'libaio', 'threads', got 'libaoi'",
+        ),
         ({"queue_depth": 0}, "queue_depth must be 'auto' or a number from 1, got 0"),
         ({"request_bytes": 1000}, "request_bytes must be a multiple of 4096"),
         ({"direct_io": "yes"}, "direct_io must be 'auto', 'required' or 'off', got 'yes'"),

@@ -346,6 +346,17 @@ def test_square_sums_equal_the_kernel(dtype: torch.dtype) -> None:
             assert device_kernels.all_finite(sums).item() == grad.isfinite().all().item()
 
 
+@pytest.mark.parametrize("rows_bytes", [1, 1 << 12, 1 << 30])
+def test_square_sums_of_several_arrays_are_those_of_each(
+    rows_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_kernels, "ROWS_BYTES_MAX", rows_bytes)
+    block = kernels.SQUARE_BLOCK
+    grads = [guarded(random_floats(numel, numel)) for numel in (block + 1, 0, 5, 2 * block, 3 * block + 777)]
+    alone = [kernels.block_square_sums(grad, threads=1).tobytes() for grad in grads]
+    assert device_kernels.block_square_sums(*grads).numpy().tobytes() == b"".join(alone)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_bad_element_is_found_on_the_device(bad: float) -> None:
     for position in (0, 16_383, 16_384, 39_999):

@@ -12,9 +12,11 @@ import contextlib
 import pytest
 import torch
 from models import Outcome, Placement, Training, train_offloaded
+from torch import nn
+from torch.nn import functional as F
 
 import offload
-from offload import accel, engine, gradients, landing, lift, links, mover, partition
+from offload import accel, gradients, landing, lift, links, mover, partition
 from offload.accel.simulated import SimulatedAccelerator, SimulatedStream
 from offload.errors import OffloadError
 
@@ -35,13 +37,14 @@ def training(param, state, update="step", **settings):
     return run
 
 
-def custom(loss_of, param="nvme", state="nvme"):
+def custom(loss_of, param="nvme", state="nvme", update="step", build=None):
     """A loop of its own: ``loss_of(model, optimizer, batch)`` gives the loss to differentiate before the step."""
 
     def run(swap_path):
         trained = Training(steps=3)
         model, optimizer = offload.prepare(
-            trained.model(), trained.config(Placement(param, state), swap_path)
+            trained.model() if build is None else build(),
+            trained.config(Placement(param, state, update), swap_path),
         )
         outcome = Outcome()
         with contextlib.closing(optimizer.engine) as opened:
@@ -51,6 +54,8 @@ def custom(loss_of, param="nvme", state="nvme"):
                 optimizer.step()
                 optimizer.zero_grad()
                 outcome.losses.append(loss.item())
+            if build is not None:
+                assert +opened.report().moved == opened.report().predicted
             for stored in opened.partition.trainable:
                 outcome.masters[stored.name] = offload.read_master(opened, stored)
         return outcome
@@ -96,6 +101,33 @@ def written_after_evaluation(model, _optimizer, batch):
     return model(batch)
 
 
+class Branched(nn.Module):
+    """A block whose frozen weight is used by an other part of the graph than its trained one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(
+            nn.ParameterDict({"frozen": torch.randn(64, 64) / 8, "trained": torch.randn(64, 64) / 8})
+            for _ in range(2)
+        )
+        for block in self.blocks:
+            block["frozen"].requires_grad_(False)
+        self.between = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = F.linear(x, block["frozen"])
+        x = self.between(x)
+        return sum(F.linear(x, block["trained"]).square().mean() for block in self.blocks)
+
+
+def branched(model, _optimizer, batch):
+    return model((batch.float().flatten()[:32] / 128 - 1).outer(torch.linspace(-1, 1, 64)))
+
+
 ADAPTERS = "blocks.0.norm1 blocks.0.qkv blocks.1.norm1 blocks.1.qkv blocks.1.up blocks.2.norm1 blocks.2.qkv"
 
 SCENARIOS = {
@@ -106,6 +138,7 @@ SCENARIOS = {
     "update-on-device": training("nvme", "none"),
     "adapters": training("none", "nvme", "backward", frozen=ADAPTERS),
     "adapters-again": training("none", "nvme", "backward", frozen=ADAPTERS, checkpointing="reentrant"),
+    "branched": custom(branched, "none", "nvme", "backward", Branched),
     "thrown-away": custom(thrown_away, "cpu", "cpu"),
     "kept-view": custom(kept_view),
     "saved-parameter": custom(saved_parameter),
@@ -288,7 +321,7 @@ MUTATIONS = {
     ),
     # ownership
     "autograd adds to a gradient that is elsewhere": (
-        "sums", (engine.OffloadEngine, "before_accumulation", nothing),
+        "sums", (gradients.WaitingGradients, "before_accumulation", nothing),
     ),
     "a fetched unit is not lifted": ("nvme", (lift.Lifts, "spoil", nothing)),
     "an updated unit is not lifted": ("host", (mover.Mover, "spoil", nothing)),
@@ -299,7 +332,7 @@ MUTATIONS = {
         "saved-parameter", (partition.Partition, "is_saved", lambda self, unit: False),
     ),
     "a unit may not be lifted for good once it changes": ("host", (lift.Lifts, "end_change", nothing)),
-    "half an update is lifted": ("adapters", (lift.Lifts, "begin_change", change_without_hold)),
+    "half an update is lifted": ("branched", (lift.Lifts, "begin_change", change_without_hold)),
     "frozen weights become stale with the others": (
         "adapters-again", (mover.Mover, "spoil", spoil_all),
     ),

@@ -16,12 +16,13 @@ from offload.blocks import BlockState
 from offload.errors import TransferError
 from offload.inventory import ELEMENTS_ALIGNMENT, ParamInfo, build_inventory
 from offload.ledger import Ledger
+from offload.links import NvmeLinks
 from offload.optim import PlaneSpec, Segment, ShardOptimizer
 from offload.pipeline import NvmeStates, OptimizerPipeline, UnitUpdate
 from offload.placement import Placement
 from offload.plan import MemoryPlan
 from offload.schedule import Phase
-from offload.store import SwapStore
+from offload.store import StoreLayout, SwapStore
 from offload.weights import HostSlots, StreamedWeights
 
 CHUNK = ELEMENTS_ALIGNMENT
@@ -83,7 +84,13 @@ class SimulatedRun:
         self.queue = VirtualQueue(seed=seed, fail=fail)
         self.queue.preallocate(self.plan.bytes_total("nvme"))
         self.directory = VirtualDirectory()
-        self.store = SwapStore(self.directory, self.queue, self.plan, self.ledger)
+        drive = SimpleNamespace(
+            directory=self.directory,
+            queue=self.queue,
+            links=NvmeLinks(self.queue, self.ledger),
+            close=self._close_drive,
+        )
+        self.store = SwapStore([drive], StoreLayout(self.plan), self.plan, self.ledger)
         unit_count = len(inventory.units)
         self.attached: dict[int, int] = {}
         partition = SimpleNamespace(
@@ -91,6 +98,7 @@ class SimulatedRun:
             attach=self._attach,
             detach=self._detach,
             is_saved=lambda unit: False,
+            is_gathered=lambda unit: False,
         )
         size = max(unit.weight_bytes for unit in inventory.units)
         tensors = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.plan.weight_slots)]
@@ -110,6 +118,10 @@ class SimulatedRun:
             zeros = torch.zeros(layout.weight_bytes, dtype=torch.uint8)
             self.store.write_weight(unit, zeros, 0, layout.weight_bytes).wait()
         self.ledger.start_steps()
+
+    def _close_drive(self) -> None:
+        self.queue.close()
+        self.directory.close()
 
     # -- what the engine does -----------------------------------------------------------------------------
 

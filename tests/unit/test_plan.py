@@ -66,6 +66,30 @@ def test_sums_by_hand_everything_in_memory():
     assert not plan.bytes_at_start() and not plan.bytes_moved(5)
 
 
+def test_sums_by_hand_with_a_part_of_the_state_on_the_device():
+    """Units of 4096, 2048 and 6144 elements: the first two are half of the whole."""
+    place = placement(param_home="host", state_home="host", device_bytes=GiB, device_share=0.5)
+    plan = MemoryPlan.build(place, inventory_of([4096, 100, 6144]))
+    elements, there, rest = 12288, 6144, 6144
+    assert plan.on_device == {0, 1}
+    scratch, crossing, staging = 64 << 20, 2 * 6144 * 2, 4 * 6144 * 4
+    assert plan.bytes_total("device") == 3 * 6144 * 2 + there * 2 + there * 10 + scratch + crossing
+    assert plan.bytes_total("host") == elements * 2 + rest * 2 + rest * 10 + staging
+    assert plan.bytes_moved(3) - plan.bytes_moved(2) == {
+        ("h2d", "weight"): 6144 * 2,  # of the one unit that the host updates: every unit has a slot
+        ("d2h", "weight"): there * 2,
+        ("d2h", "grad"): 6144 * 2,
+    }
+    backward = MemoryPlan.build(replace(place, update="backward"), plan.inventory)
+    slots = backward.bytes_total("device") - 3 * 6144 * 2 - there * 10 - scratch - crossing
+    assert slots == 2 * 4096 * 2
+    less = MemoryPlan.build(replace(place, device_share=0.49), plan.inventory)
+    assert less.on_device == {0}
+    frozen = inventory_of([4096, 100, 6144], frozen=(0,))
+    assert MemoryPlan.build(replace(place, device_share=0.3), frozen).on_device == {1}
+    assert MemoryPlan.build(placement(), frozen).on_device == set()
+
+
 def test_update_in_backward_takes_two_gradient_slots():
     plan = MemoryPlan.build(placement(update="backward"), inventory_of([4096, 100, 6144]))
     assert plan.bytes_total("host") == 3 * 6144 * 2 + 2 * 6144 * 2 + 4 * 6144 * 10
@@ -227,6 +251,54 @@ def configs():
                 },
             },
         }
+
+
+@pytest.mark.parametrize("device_bytes", ["1MiB", "64MiB", "67MiB"])
+@pytest.mark.parametrize("host_bytes", ["6MiB", "64MiB"])
+def test_every_hint_for_device_memory_leads_to_a_plan_that_fits(device_bytes, host_bytes):
+    """The same where an accelerator's budget is hard too; what is proposed takes no more device memory."""
+    refusals = of_device = others = 0
+    for config in configs():
+        config["memory"] = {"host_bytes": host_bytes, "device_bytes": device_bytes}
+        settings_ = OffloadConfig.from_dict(config)
+        inventory = inventory_of([100_000] * 4, itemsize=2 if settings_.precision == "bf16" else 4)
+        place = placement_of(settings_, device_free_bytes=GiB)
+        try:
+            MemoryPlan.build(place, inventory)
+        except PlanError as error:
+            message = str(error)
+        else:
+            continue
+        refusals += 1
+        of_device += message.startswith("device memory needs at least ")
+        budgets, other = settings_of(message)
+        for changes in filter(None, (budgets, other)):
+            fixed = OffloadConfig.from_dict(written(config, changes))
+            refuse_unbuilt(fixed)
+            plan = MemoryPlan.build(placement_of(fixed, device_free_bytes=GiB), inventory)
+        if other:
+            others += 1
+            said = re.search(r", which needs (.*) of device memory and (.*) of host memory$", message)
+            assert said.groups() == tuple(
+                format_bytes(plan.smallest.bytes_total(tier)) for tier in ("device", "host")
+            )
+    assert refusals > 20
+    assert others and of_device
+
+
+def test_device_memory_is_refused_with_its_sum_and_what_fits():
+    """Weights, gradients and state of a model on the device, where there is room for weights and gradients."""
+    config = {"bf16": {"enabled": True}, "memory": {"device_bytes": "66MiB", "host_bytes": "1GiB"}}
+    place = placement_of(OffloadConfig.from_dict(config), device_free_bytes=GiB)
+    inventory = inventory_of([500_000] * 4)
+    with pytest.raises(PlanError) as refusal:
+        MemoryPlan.build(place, inventory)
+    assert str(refusal.value) == (
+        "device memory needs at least 90.8 MiB = 3.83 MiB weights + 3.83 MiB gradients + 19.1 MiB optimizer"
+        " state + 64.0 MiB update scratch; memory.device_bytes is 66.0 MiB; write memory.device_bytes ="
+        ' "91MiB", or zero_optimization.offload_optimizer.device = "cpu", which needs 5.74 MiB of device memory'
+        " and 34.5 MiB of host memory"
+    )
 
 
 @pytest.mark.parametrize("host_bytes", ["1KiB", "1500KiB", "3MiB", "5MiB"])

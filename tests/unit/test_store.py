@@ -14,17 +14,24 @@ import pytest
 import torch
 
 import offload
+from offload.config.kinds import SwapPath
 from offload.config.schema import Aio
 from offload.errors import OffloadError, StoreError
 from offload.inventory import ParamInfo, build_inventory
 from offload.ledger import Ledger
-from offload.placement import Placement
+from offload.placement import Placement, SwapPaths
 from offload.plan import MemoryPlan
 from offload.store import StoreLayout, SwapDirectory, SwapStore
 
 ROOT = str(Path(offload.__file__).parents[1])
 MiB = 1 << 20
 FORKS_WITH_THREADS = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+def one(swap_path):
+    """A single path for everything."""
+    path = str(swap_path)
+    return SwapPaths((SwapPath(path),), frozenset({path}), frozenset({path}))
 
 
 OWNER = """
@@ -251,7 +258,7 @@ start, racers = time.monotonic() + 0.1, []
 for _ in range(2):
     racers.append(os.fork())
     if racers[-1] == 0:
-        time.sleep(start - time.monotonic())
+        time.sleep(max(0.0, start - time.monotonic()))
         for _ in range(60):
             directory = SwapDirectory({path!r})
             assert (directory.path / "owner.json").is_file(), "taken away"
@@ -297,14 +304,14 @@ def test_a_store_that_cannot_open_leaves_nothing(swap_path, setting, monkeypatch
     elif setting == "backend":
         object.__setattr__(settings, "backend", "no such backend")
     else:
-        monkeypatch.setattr("offload.store.swap.Queue.preallocate", lambda self, size: 1 / 0)
+        monkeypatch.setattr("offload.store.drives.Queue.preallocate", lambda self, size: 1 / 0)
     with pytest.raises((OffloadError, ZeroDivisionError)):
-        SwapStore.open(str(swap_path), plan_of(), settings, Ledger())
+        SwapStore.open(one(swap_path), plan_of(), settings, Ledger())
 
 
 def test_the_file_has_its_space_from_the_start(swap_path):
     plan = plan_of(sizes=(1 << 20,))
-    store = SwapStore.open(str(swap_path), plan, Aio(), Ledger())
+    store = SwapStore.open(one(swap_path), plan, Aio(), Ledger())
     status = (store.path / "planes.swap").stat()
     assert status.st_size == plan.bytes_total("nvme")
     assert status.st_blocks * 512 >= status.st_size
@@ -316,16 +323,23 @@ def test_the_file_has_its_space_from_the_start(swap_path):
 def test_extents_tile_the_file(precision):
     plan = plan_of(precision)
     layout = StoreLayout(plan)
-    extents = sorted([*layout.weights, *layout.states], key=lambda extent: extent.offset)
-    assert extents[0].offset == 0 and extents[-1].end == layout.size == plan.bytes_total("nvme")
-    assert all(a.end == b.offset for a, b in itertools.pairwise(extents))
+    extents = [extent for stripes in (*layout.weights, *layout.states) for extent in stripes.extents]
+    assert_tiled(extents, 0, plan.bytes_total("nvme"))
+    assert layout.sizes == [plan.bytes_total("nvme")]
+
+
+def assert_tiled(extents, path, size):
+    """The extents on a path follow each other from 0 to its size."""
+    on_path = sorted((extent for extent in extents if extent.path == path), key=lambda extent: extent.offset)
+    assert on_path[0].offset == 0 and on_path[-1].offset + on_path[-1].size == size
+    assert all(a.offset + a.size == b.offset for a, b in itertools.pairwise(on_path))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_planes_come_back_as_written(swap_path, precision):
     """Weights and states, written in one order and read in another; the ledger counts."""
     plan, ledger = plan_of(precision), Ledger()
-    store = SwapStore.open(str(swap_path), plan, Aio(), ledger)
+    store = SwapStore.open(one(swap_path), plan, Aio(), ledger)
     generator = torch.Generator().manual_seed(0)
 
     def noise(size):
@@ -357,7 +371,7 @@ def test_planes_come_back_as_written(swap_path, precision):
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_moments_never_written_are_zeros_and_cost_nothing(swap_path, precision):
     plan, ledger = plan_of(precision), Ledger()
-    store = SwapStore.open(str(swap_path), plan, Aio(), ledger)
+    store = SwapStore.open(one(swap_path), plan, Aio(), ledger)
     for chunk in plan.chunks:
         residual = torch.full((chunk.elements * 2,), 7, dtype=torch.uint8)
         if precision == "bf16":
