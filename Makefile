@@ -8,7 +8,9 @@ PYLIB  := $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_paths()["s
 
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo demo-1b test lint format soak bench clean
+SEEDS ?= $(shell seq 0 19)
+
+.PHONY: demo demo-1b test lint format soak simulated bench clean
 
 demo: $(STAMP)  ## fine-tune a small model whose state is three times the memory it may use
 	$(BIN)/offload finetune swap_configs/demo.json --model preset:demo --data $(PYLIB) --steps 60 --seq 128
@@ -19,8 +21,11 @@ demo-1b: $(STAMP)  ## 1.1 billion parameters, everything on NVMe, in 2.5 GiB of 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not soak"
 
-soak: $(STAMP)
+soak: $(STAMP) simulated
 	$(BIN)/python -m pytest -m soak
+
+simulated: $(STAMP)  ## the suites of step and cases on the simulated accelerator, once for each of SEEDS
+	for seed in $(SEEDS); do OFFLOAD_ACCELERATOR=simulated:$$seed $(BIN)/python -m pytest tests/step tests/cases || exit 1; done
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

@@ -208,6 +208,7 @@ class OffloadEngine:
                         for unit in sorted(set(self.gradients.units) - self._updated, reverse=True):
                             self._update_passing(unit, self.gradients)
                 self._used_twice.clear()
+                self.weights.end_backward()
                 self._in_backward = False
             self.poll()
 

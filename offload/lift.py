@@ -91,7 +91,3 @@ class Lifts:
     def close(self) -> None:
         """Gives the halves up; no lift is in flight."""
         self.halves.clear()
-
-    def has_changed(self, slot: int) -> None:
-        """The half has been updated by compute, and its host bytes follow: both stay equal."""
-        self._arrival[slot] = self._accelerator.compute.record()

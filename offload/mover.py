@@ -35,17 +35,19 @@ Read = Callable[[int, int, int], Ticket]
 class Slot:
     """Memory for one weight plane that compute reads: uint8, with a storage of its own."""
 
-    __slots__ = ("_expected", "is_attached", "tensor")
+    __slots__ = ("_expected", "is_attached", "is_partly_attached", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.is_attached = False
         """Whether the parameters of a unit are views of it."""
+        self.is_partly_attached = False
+        """Whether only the frozen ones are."""
         self._expected = self._count()
 
     def emptied(self) -> None:
         """Nobody looks at it, no parameter either."""
-        self.is_attached = False
+        self.is_attached = self.is_partly_attached = False
         self._expected = self._count()
 
     def repoint(self, point: Callable[[], None]) -> None:
@@ -75,6 +77,7 @@ class Mover:
         read: Read,
         attach: Callable[[int, torch.Tensor], None],
         detach: Callable[[int], None],
+        detach_trained: Callable[[int], None],
         is_saved: Callable[[int], bool],
         reclaim: Callable[[], bool],
         scheduler: PrefetchScheduler,
@@ -87,6 +90,7 @@ class Mover:
             read: starts a read of a unit's plane.
             attach: points a unit's parameters at a slot.
             detach: makes a unit's parameters absent.
+            detach_trained: makes those absent that are trained.
             is_saved: whether a graph holds parameters of a unit.
             reclaim: asked when every slot is held: gives one hold up, or says that there is none.
             lifts: brings host halves to the device. See Note [Two halves].
@@ -94,7 +98,8 @@ class Mover:
         self.residency = Residency(unit_count, len(slots))
         self.slots = [Slot(tensor) for tensor in slots]
         self.scheduler = scheduler
-        self._read, self._attach, self._detach = read, attach, detach
+        self._read, self._attach = read, attach
+        self._detach, self._detach_trained = detach, detach_trained
         self._is_saved, self._reclaim = is_saved, reclaim
         self._ledger, self._lifts = ledger, lifts
         self._wanted: list[int] = []  # units to lift, in the order of their use
@@ -194,13 +199,13 @@ class Mover:
         copy = self.residency.copies[unit]
         if self._lifts is None or copy.slot is None:
             return
-        self._hide(unit)
+        slot = self._slot(copy)
+        if size is None:
+            self._hide(unit)
+        elif slot.is_attached:  # a backward may still read frozen parameters
+            slot.repoint(lambda: self._detach_trained(unit))
+            slot.is_attached, slot.is_partly_attached = False, True
         self._lifts.spoil(copy.slot, size)
-
-    def has_changed(self, unit: int) -> None:
-        """The device half of a present unit has been updated by compute."""
-        if self._lifts is not None:
-            self._lifts.has_changed(self.slot_of(unit))
 
     def lift_ahead(self) -> None:
         """Starts the lifts that the trace has asked for, as far as their host halves are there."""
@@ -220,8 +225,10 @@ class Mover:
         if self.is_shown(unit):
             slot = self.slots[self.slot_of(unit)]
             slot.repoint(lambda: self._attach(unit, slot.tensor))
-        else:
-            self._detach(unit)
+            return
+        if self.residency.copies[unit].readable:
+            self._hide(unit)
+        self._detach(unit)
 
     def fetch_ahead(self) -> None:
         """Starts the fetches that the scheduler names; those for which no slot is free yet come later."""
@@ -314,14 +321,14 @@ class Mover:
             self._lifts.show(copy.slot, unit, is_read=slot.is_looked_at)
         if not slot.is_attached:
             slot.repoint(lambda: self._attach(unit, slot.tensor))
-            slot.is_attached = True
+            slot.is_attached, slot.is_partly_attached = True, False
 
     def _hide(self, unit: int) -> None:
         """Makes the unit's parameters absent."""
         slot = self._slot(self.residency.copies[unit])
-        if slot.is_attached:
+        if slot.is_attached or slot.is_partly_attached:
             slot.repoint(lambda: self._detach(unit))
-            slot.is_attached = False
+            slot.is_attached = slot.is_partly_attached = False
 
     def _drop(self, unit: int) -> None:
         self._hide(unit)

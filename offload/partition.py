@@ -242,9 +242,10 @@ class Partition:
                 f" {GATHER_LOSS}"
             )
 
-    def detach(self, unit: int) -> None:
+    def detach(self, unit: int, *, only_trained: bool = False) -> None:
         """Makes the unit's parameters absent. See Note [Absent parameters]."""
-        self._lost += [stored.name for stored in self.units[unit] if stored.point(stored.absent)]
+        members = self.trained[unit] if only_trained else self.units[unit]
+        self._lost += [stored.name for stored in members if stored.point(stored.absent)]
 
     def is_gathered(self, unit: int) -> bool:
         """Whether user code works on full values of all of the unit's parameters, and needs no slot for them."""

@@ -284,6 +284,8 @@ class OptimizerPipeline:
             with self._ledger.stall("gradients"):
                 late.arrived.wait()
             return True
+        if self._next_update() is not None:  # its gradient has arrived since it was first asked for
+            return True
         if self._writing:
             self._wait_for_write()
             return True

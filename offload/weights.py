@@ -110,6 +110,9 @@ class ResidentWeights:
     def store(self, unit: int, begin: int, end: int) -> Ticket:
         return DoneTicket()
 
+    def end_backward(self) -> None:
+        return None
+
     def updated(self, unit: int) -> None:
         return None
 
@@ -239,6 +242,7 @@ class StreamedWeights:
             read=host.fetch,
             attach=partition.attach,
             detach=partition.detach,
+            detach_trained=lambda unit: partition.detach(unit, only_trained=True),
             is_saved=partition.is_saved,
             reclaim=reclaim,
             scheduler=plan.scheduler(),
@@ -247,6 +251,8 @@ class StreamedWeights:
         )
         self._updating: dict[int, Lease | None] = {}
         self._slot_released = False
+        self._in_backward = False
+        self._changed: set[int] = set()  # units updated in this backward
 
     def unit_at(self, tensor: torch.Tensor) -> int | None:
         """The unit in whose slot a tensor lies, if it does."""
@@ -254,6 +260,8 @@ class StreamedWeights:
 
     def enter(self, phase: Phase, *, training: bool = True) -> None:
         """Tells the scheduler that a phase begins."""
+        self.end_backward()
+        self._in_backward = phase is Phase.BACKWARD
         self.mover.enter(phase, training=training)
 
     def use(self, unit: int) -> None:
@@ -311,6 +319,7 @@ class StreamedWeights:
         if lease is not None:
             self.mover.residency.copies[unit].advance(BlockState.DIRTY)
         if unit not in self._on_device:
+            self._changed.discard(unit)
             self.mover.begin_change(unit)
 
     def begin_write(self, unit: int) -> None:
@@ -323,17 +332,24 @@ class StreamedWeights:
         if self._links is None or unit not in self._on_device:
             self.mover.spoil(unit, self._trained_bytes[unit])
             return self._store_home(unit, begin, end)
-        self.mover.has_changed(unit)
         host = self.host_plane(unit)[begin:end]
         to_host = self._links.to_host(host, self.seen(unit)[begin:end], "weight")
         return ThenTicket(to_host, lambda: self._store_home(unit, begin, end))
 
     def updated(self, unit: int) -> None:
-        """The update has changed all that it changes."""
-        self.mover.end_change(unit)
+        """The update has changed all that it changes: it is lifted once no backward needs the frozen rest."""
+        if self._in_backward:
+            self._changed.add(unit)
+        else:
+            self.mover.end_change(unit)
+
+    def end_backward(self) -> None:
+        self._in_backward = False
+        while self._changed:
+            self.mover.end_change(self._changed.pop())
 
     def end_update(self, unit: int) -> None:
-        self.mover.end_change(unit)
+        self.updated(unit)
         lease = self._updating.pop(unit)
         if lease is not None:
             self.mover.residency.copies[unit].advance(BlockState.CLEAN)

@@ -97,7 +97,7 @@ def open_accelerator(setting: str) -> Accelerator | None:
         ConfigError: there is no such device here.
     """
     if setting == "auto":
-        setting = os.environ.get(ENVIRONMENT, "auto")
+        setting = os.environ.get(ENVIRONMENT) or "auto"
     kind, _, argument = setting.partition(":")
     if kind == "cpu":
         return None

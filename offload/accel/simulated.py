@@ -15,6 +15,7 @@ the waiter. Two accesses to one memory of which one is a write must be ordered b
 the first step that lacks it, whatever the delays are. Compute is watched by a ``TorchDispatchMode``, which sees
 the operations of user code and of autograd alike; kernels and file I/O, which torch does not see, tell
 ``accel.native_watchers``. Both ends of a copy must live until it has run, and its source must not have changed.
+What operations make is not followed: what is copied to the host from other memory counts as made by the last one.
 """
 
 from __future__ import annotations
@@ -81,17 +82,20 @@ class SimulatedEvent:
         self._questions = questions
 
     def done(self) -> bool:
-        if self._questions > 0:
+        if self.stream.owner.is_timed:
+            is_late = self.time > self.stream.owner.host_time
+        else:
             self._questions -= 1
-            return False
-        self.wait()
-        return True
+            is_late = self._questions >= 0
+        if not is_late:
+            self.wait()
+        return not is_late
 
     def wait(self) -> None:
         self._questions = 0
         self.stream.run_to(self.position)
         self.stream.owner.learn(HOST, self.clock)
-        self.stream.owner.time_of_host(self.time)
+        self.stream.owner.host_time = max(self.stream.owner.host_time, self.time)
 
 
 class SimulatedStream:
@@ -156,8 +160,10 @@ class SimulatedAccelerator:
         """The time line, where :attr:`seconds_of` gives durations: what ran when, by actor."""
         self.seconds_of: Callable[[str, int], float] | None = None
         """Duration of a copy (stream, bytes) or of a compute operation ("compute", bytes touched)."""
-        self.label = ""
-        """What compute is called on the time line."""
+        self.label, self.copy_label = "", ""
+        """What compute and copies are called on the time line, from now on."""
+        self.host_time = 0.0
+        """What the host has waited for; its own work takes no time."""
         self.register_bytes_max: int | None = None
         """Registering more than this at once fails, as under a memlock limit."""
         self.registered_bytes = 0
@@ -165,7 +171,6 @@ class SimulatedAccelerator:
         self._memory_bytes, self._allocated, self._peak = memory_bytes, 0, 0
         self._memories: list[_Memory] = []  # by address
         self._begins: list[int] = []  # their addresses
-        self._host_time = 0.0
         self._is_open = True
         _Watch.add(self)
 
@@ -183,10 +188,10 @@ class SimulatedAccelerator:
         self.begin_access(queue.name)
         self.access(queue.name, source, is_write=False)
         self.access(queue.name, destination, is_write=True)
-        queue.time = self._span(queue.name, f"{queue.name} {source.nbytes} B", queue.time, source.nbytes)
-        with (
-            _disable_current_modes()
-        ):  # aliases, so that the use count shows whether the owner is still there
+        if not (self.knows(source) or self.is_device(destination)):
+            self._check_made(queue.name)
+        queue.time = self._span(queue.name, self.copy_label, queue.time, source.nbytes)
+        with _disable_current_modes():  # aliases: the use count shows whether the owners are still there
             to, origin = destination.detach(), source.detach()
         version = origin._version
 
@@ -288,6 +293,16 @@ class SimulatedAccelerator:
         """Whether the tensor lies in device memory or in registered host memory."""
         return self._memory_of(tensor) is not None
 
+    def _check_made(self, actor: str) -> None:
+        """A source in neither memory is taken for what compute has made last, like a gradient."""
+        if self.clocks[actor].get(COMPUTE, 0) < self.clocks[COMPUTE].get(COMPUTE, 0):
+            raise OrderingError(f"{actor} reads what compute may still have to make: no event orders them")
+
+    def is_device(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in allocated device memory."""
+        memory = self._memory_of(tensor)
+        return memory is not None and memory.name == DEVICE
+
     def computes(self, accesses: Sequence[tuple[torch.Tensor, bool]]) -> None:
         """An operation, or native code, reads and writes (True) tensors: compute, where one is on the device."""
         watched = [
@@ -295,28 +310,27 @@ class SimulatedAccelerator:
             for tensor, is_write in accesses
             if (memory := self._memory_of(tensor)) is not None
         ]
-        if watched:
-            actor = COMPUTE if any(memory.name == DEVICE for _, _, memory in watched) else HOST
+        on_host = watched and all(memory.name != DEVICE for _, _, memory in watched)
+        actor = HOST if on_host else COMPUTE
+        if accesses:
             self.begin_access(actor)
-            for tensor, is_write, _ in watched:
-                self.access(actor, tensor, is_write=is_write)
-        if self.seconds_of is not None:
-            self.computed(sum(tensor.nbytes for tensor, _ in accesses))
+        for tensor, is_write, _ in watched:
+            self.access(actor, tensor, is_write=is_write)
+        if actor == COMPUTE and self.seconds_of is not None:
+            size = sum(tensor.nbytes for tensor, _ in accesses)
+            self.compute.time = self._span(COMPUTE, self.label, self.compute.time, size)
 
     # -- time line ----------------------------------------------------------------------------------------
 
-    def time_of_host(self, time: float) -> None:
-        """The host has waited until a time."""
-        self._host_time = max(self._host_time, time)
-
-    def computed(self, size: int) -> None:
-        """A compute operation that touches ``size`` bytes has been issued."""
-        self.compute.time = self._span(COMPUTE, self.label, self.compute.time, size)
+    @property
+    def is_timed(self) -> bool:
+        """Whether events answer by the time line, and not by chance."""
+        return self.seconds_of is not None
 
     def _span(self, actor: str, name: str, ready: float, size: int) -> float:
         if self.seconds_of is None:
             return 0.0
-        begin = max(ready, self._host_time)
+        begin = max(ready, self.host_time)
         end = begin + self.seconds_of(actor, size)
         self.spans.append(Span(actor, name, begin, end))
         return end
@@ -378,7 +392,8 @@ def _native(array: Any, is_write: bool) -> None:
     """Hears of memory that kernels and file I/O touch."""
     if isinstance(array, torch.Tensor):
         for owner in _Watch.owners:
-            owner.computes([(array, is_write)])
+            if owner.knows(array):
+                owner.computes([(array, is_write)])
 
 
 @cache

@@ -6,6 +6,7 @@ import pytest
 from stack import SimulatedRun, random_failure
 
 from offload.errors import TransferError
+from offload.links import DoneTicket
 from offload.schedule import Phase
 
 SEEDS = 300
@@ -146,5 +147,28 @@ def test_a_finished_write_lets_the_next_read_start():
             pass
         assert not run.pipeline.pending and not run.queue.in_flight
     run.queue.held = False
+    run.settle()
+    run.close()
+
+
+class ArrivesAtQuestion(DoneTicket):
+    """A gradient that is there when it is asked for the n-th time."""
+
+    def __init__(self, number):
+        self.left = number
+
+    def done(self):
+        self.left -= 1
+        return self.left <= 0
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_gradient_that_arrives_between_two_questions(number):
+    run = SimulatedRun(0, chunks_of=[1], update="step")
+    run.weights.enter(Phase.UPDATE)
+    update = run.gradient(0)
+    update.arrived = ArrivesAtQuestion(number)
+    run.pipeline.enqueue(update)
+    run.pipeline.drain()
     run.settle()
     run.close()

@@ -1,0 +1,6 @@
+"""The models of tests/step are used here too."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "step"))
