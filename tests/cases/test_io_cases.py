@@ -176,7 +176,7 @@ def test_m04_memory_does_not_grow_with_steps(swap_path):
             optimizer.step()
             optimizer.zero_grad()
             seen.append(metrics.rss_bytes())
-        assert sum(engine._host.allocated.values()) == engine.plan.bytes_total("host")
+        assert sum(engine._tiers.host.allocated.values()) == engine.plan.bytes_total("host")
         assert seen[-1] - seen[3] < 4 << 20
 
 
