@@ -62,7 +62,7 @@ def write_weight(engine: OffloadEngine, stored: StoredParam, value: torch.Tensor
     value = value.detach().cpu()
     engine.settle_updates()
     unit = stored.unit
-    engine.weights.begin_update(unit, in_backward=True)
+    engine.weights.begin_write(unit)
     try:
         plane = engine.weights.host_plane(unit)
         begin, end = stored.placed.offset, stored.placed.offset + stored.placed.info.nbytes

@@ -104,6 +104,9 @@ class ResidentWeights:
     def begin_update(self, unit: int, *, in_backward: bool) -> None:
         return None
 
+    def begin_write(self, unit: int) -> None:
+        return None
+
     def store(self, unit: int, begin: int, end: int) -> Ticket:
         return DoneTicket()
 
@@ -318,6 +321,11 @@ class StreamedWeights:
         if unit not in self._on_device:
             self._changed.discard(unit)
             self.mover.begin_change(unit)
+
+    def begin_write(self, unit: int) -> None:
+        """As :meth:`begin_update`, for one that changes the host bytes wherever updates run."""
+        self.begin_update(unit, in_backward=True)
+        self.mover.begin_change(unit)
 
     def store(self, unit: int, begin: int, end: int) -> Ticket:
         """Brings the bytes [begin, end) that the update has changed home."""
