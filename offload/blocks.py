@@ -71,10 +71,11 @@ class Lease:
     __slots__ = ("_copy",)
 
     def __init__(self, copy: Copy) -> None:
+        self._copy: Copy | None = None
         if not copy.readable:
             raise AssertionError(f"lease of block {copy.block} while {copy.state.name}")
         copy.leases += 1
-        self._copy: Copy | None = copy
+        self._copy = copy
 
     @property
     def block(self) -> int | None:

@@ -144,6 +144,7 @@ SCENARIOS = {
     "saved-parameter": custom(saved_parameter),
     "watched-view": custom(watched_view, "none", "cpu"),
     "written": custom(written_after_evaluation, "cpu", "cpu"),
+    "written-under-an-update-on-device": custom(written_after_evaluation, "cpu", "none"),
 }
 UNPINNED = {"unpinned": training("nvme", "cpu")}
 

@@ -50,8 +50,10 @@ def test_only_bytes_that_are_there_can_be_leased(state: BlockState) -> None:
     copy = copy_in(state)
     assert copy.readable == (state in (CLEAN, DIRTY))
     if copy.readable:
-        assert Lease(copy).block == 7
-        assert copy.leases == 1
+        lease = Lease(copy)
+        assert lease.block == 7 and copy.leases == 1
+        del lease  # one that an exception has lost
+        assert copy.leases == 0
     else:
         with pytest.raises(AssertionError, match=f"lease of block 7 while {state.name}"):
             Lease(copy)

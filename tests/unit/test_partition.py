@@ -172,13 +172,14 @@ def test_absent_parameters_are_true_to_shape_and_share_no_element(net):
     partition = partition_of(net)
     shapes = {name: tuple(param.shape) for name, param in net.named_parameters()}
     fill(partition)
-    assert not any(partition.is_absent(param) for param in net.parameters())
+    absent = {param for param in net.parameters() if partition.of_param[param].is_absent}
+    assert not absent
     for unit in range(len(partition.units)):
         partition.detach(unit)
     assert {name: tuple(param.shape) for name, param in net.named_parameters()} == shapes
     filled = [param for param in net.parameters() if param.numel()]
-    assert all(partition.is_absent(param) for param in filled)
-    assert not partition.is_absent(net.empty) and not partition.is_absent(nn.Parameter(torch.zeros(2)))
+    assert all(partition.of_param[param].is_absent for param in filled)
+    assert not partition.of_param[net.empty].is_absent
     assert len({param.data_ptr() for param in filled}) == len(filled)
 
 
@@ -218,12 +219,14 @@ def test_a_write_to_an_absent_parameter_is_told_once(name, write, net):
     value = stored.param.detach().clone()
     partition.detach(stored.unit)
     write(stored.param)
+    partition.attach(stored.unit, planes[stored.unit])
     with pytest.raises(OffloadError, match=rf"^{name} was written to while absent"):
-        partition.attach(stored.unit, planes[stored.unit])
+        partition.refuse_misuse()
     assert torch.equal(stored.param, value), "the write is lost, and the unit is there all the same"
     partition.detach(stored.unit)
     assert stored.param.isnan().all(), "absent is NaN again"
     partition.attach(stored.unit, planes[stored.unit])
+    partition.refuse_misuse()
 
 
 def test_a_write_to_an_absent_integer_parameter_is_told(net):
@@ -232,8 +235,9 @@ def test_a_write_to_an_absent_integer_parameter_is_told(net):
     unit = partition.of_param[net.counts].unit
     partition.detach(unit)
     write_in_place(net.counts)
+    partition.attach(unit, planes[unit])
     with pytest.raises(OffloadError, match="counts was written to"):
-        partition.attach(unit, planes[unit])
+        partition.refuse_misuse()
 
 
 def test_a_write_that_goes_with_its_slot_is_told(net):
@@ -242,8 +246,9 @@ def test_a_write_that_goes_with_its_slot_is_told(net):
     stored = stored_by_name(partition)["blocks.2.bias"]
     write_in_place(stored.param)
     partition.detach(stored.unit)
+    partition.attach(stored.unit, planes[stored.unit])
     with pytest.raises(OffloadError, match=r"blocks\.2\.bias was written to .* in a slot that it has left"):
-        partition.attach(stored.unit, planes[stored.unit])
+        partition.refuse_misuse()
 
 
 def test_data_that_somebody_else_has_assigned_is_noticed(net):
@@ -254,8 +259,9 @@ def test_data_that_somebody_else_has_assigned_is_noticed(net):
     stored.param.data = torch.ones(9, 5, dtype=torch.bfloat16)
     assert stored.is_replaced
     partition.detach(stored.unit)
+    partition.attach(stored.unit, planes[stored.unit])
     with pytest.raises(OffloadError, match=r"blocks\.0\.weight was written to"):
-        partition.attach(stored.unit, planes[stored.unit])
+        partition.refuse_misuse()
 
 
 def test_a_gathered_value_stays_while_its_unit_comes_and_goes(net):
