@@ -323,7 +323,7 @@ class StreamedWeights:
             self.mover.begin_change(unit)
 
     def begin_write(self, unit: int) -> None:
-        """As :meth:`begin_update`, for one that changes the host bytes wherever updates run."""
+        """Makes the unit's host bytes present, for anybody to change, until :meth:`end_update`."""
         self.begin_update(unit, in_backward=True)
         self.mover.begin_change(unit)
 

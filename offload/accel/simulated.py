@@ -284,6 +284,11 @@ class SimulatedAccelerator:
         else:
             memory.reads = [old for old in memory.reads if old[2] != actor or not _covers(now, old)] + [now]
 
+    def is_device(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in device memory."""
+        memory = self._memory_of(tensor)
+        return memory is not None and memory.name == DEVICE
+
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in device memory or in registered host memory."""
         return self._memory_of(tensor) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
 import torch
@@ -128,3 +129,12 @@ def assert_same_bits(got, expected):
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
+
+
+def on_cpu(steps=3, *, micro_batches=1, layers=4, **settings):
+    """The oracle: losses and bits of the same loop with the CPU as the compute device."""
+    settings = {"accelerator": "cpu", "gradient_accumulation_steps": micro_batches, **settings}
+    plain = config("/unused", ("none", "none", "step"), **settings)
+    model, optimizer = offload.prepare(wide(layers=layers), plain)
+    with contextlib.closing(optimizer.engine):
+        return train(model, optimizer, steps, micro_batches=micro_batches), bits(optimizer.engine)
