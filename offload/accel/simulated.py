@@ -298,11 +298,6 @@ class SimulatedAccelerator:
         if self.clocks[actor].get(COMPUTE, 0) < self.clocks[COMPUTE].get(COMPUTE, 0):
             raise OrderingError(f"{actor} reads what compute may still have to make: no event orders them")
 
-    def is_device(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in allocated device memory."""
-        memory = self._memory_of(tensor)
-        return memory is not None and memory.name == DEVICE
-
     def computes(self, accesses: Sequence[tuple[torch.Tensor, bool]]) -> None:
         """An operation, or native code, reads and writes (True) tensors: compute, where one is on the device."""
         watched = [
