@@ -231,9 +231,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--rounds", type=int, default=6, help="steps of each contestant, the first not counted"
     )
     parser.add_argument(
-        "--contestants", default=",".join(["plain", *OURS]), help="names, separated by commas"
+        "--contestants",
+        help="names, separated by commas; all that can run, if not given (all six need 30 GB of memory)",
     )
-    parser.add_argument("--peer-python", help="interpreter with deepspeed: adds the deepspeed contestants")
+    parser.add_argument("--peer-python", help="interpreter with deepspeed, for the deepspeed contestants")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--length", type=int, default=128)
@@ -251,7 +252,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     Path(options.swap).mkdir(parents=True, exist_ok=True)
     sizes = [f"--{name}={getattr(options, name)}" for name in SIZES]
-    names = options.contestants.split(",") + ([*PEERS] if options.peer_python else [])
+    everybody = ["plain", *OURS, *(PEERS if options.peer_python else ())]
+    names = options.contestants.split(",") if options.contestants else everybody
     with ExitStack() as stack:
         servers = []
         for name in names:
