@@ -19,7 +19,7 @@ demo-1b: $(STAMP)  ## 1.1 billion parameters, everything on NVMe, in 2.5 GiB of 
 	$(BIN)/offload finetune swap_configs/nvme_all.json --model preset:1b --data $(PYLIB) --steps 5 --seq 256
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak" -n auto --maxprocesses 4 --dist loadfile
 
 soak: $(STAMP) simulated
 	$(BIN)/python -m pytest -m soak
