@@ -136,8 +136,8 @@ class QueueStats:
 class Ticket:
     """One transfer in flight. Made by :class:`Queue`.
 
-    A ticket may be dropped: the transfer goes on, its buffer stays alive, and an error only shows in
-    ``Queue.stats()``.
+    A ticket may be dropped: the transfer goes on, its buffer stays alive, a later transfer of the queue to or
+    from the same memory waits for it, and an error only shows in ``Queue.stats()``.
     """
 
     __slots__ = ("_core", "_queue", "operation")

@@ -8,12 +8,13 @@ A block is a unit's weight plane, and a copy of it lies in a slot of host memory
                  +-> ABSENT    (a failed read)
 
 Its home copy is in the swap store. DIRTY lasts from the first change until everything changed has been
-written. A lease is the right to use the bytes: while one is open the copy
-stays where it is. A lease is cheap, counted and idempotent to close.
+written. A lease is the right to use the bytes: while one is open the copy stays where it is. A lease is
+cheap, counted and idempotent to close.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from enum import Enum, auto
 from types import TracebackType
@@ -43,13 +44,25 @@ _NEXT: dict[BlockState, frozenset[BlockState]] = {
 class Copy:
     """The copy of one block in host memory, and the slot that holds it while it is there."""
 
-    __slots__ = ("block", "leases", "slot", "state")
+    __slots__ = ("_leases", "_slot", "block", "state")
 
     def __init__(self, block: int) -> None:
         self.block = block
         self.state = BlockState.ABSENT
-        self.slot: int | None = None
-        self.leases = 0
+        self._slot: int | None = None
+        self._leases: set[weakref.ref[Lease]] = set()
+
+    @property
+    def slot(self) -> int | None:
+        """The slot that holds it; None while it is absent."""
+        return None if self.state is BlockState.ABSENT else self._slot
+
+    @property
+    def leases(self) -> int:
+        """How many open leases there are. One that an exception has lost between two hands is none."""
+        if self._leases:
+            self._leases = {lease for lease in self._leases if lease() is not None}
+        return len(self._leases)
 
     def advance(self, new: BlockState) -> None:
         """Takes the one step that is legal; anything else is our mistake and stops the program."""
@@ -66,16 +79,16 @@ class Copy:
 
 
 class Lease:
-    """The right to use one block's bytes; the copy stays until the lease is closed."""
+    """The right to use one block's bytes; the copy stays until the lease is closed, or nobody has it any more."""
 
-    __slots__ = ("_copy",)
+    __slots__ = ("__weakref__", "_copy", "_self")
 
     def __init__(self, copy: Copy) -> None:
-        self._copy: Copy | None = None
         if not copy.readable:
             raise AssertionError(f"lease of block {copy.block} while {copy.state.name}")
-        copy.leases += 1
-        self._copy = copy
+        self._copy: Copy | None = copy
+        self._self = weakref.ref(self)
+        copy._leases.add(self._self)
 
     @property
     def block(self) -> int | None:
@@ -85,11 +98,8 @@ class Lease:
     def close(self) -> None:
         """Gives the right back. Idempotent: hooks and error paths may both call it."""
         if self._copy is not None:
-            self._copy.leases -= 1
+            self._copy._leases.discard(self._self)
             self._copy = None
-
-    def __del__(self) -> None:
-        self.close()  # one that an exception has lost between two hands
 
     def __enter__(self) -> Lease:
         return self
@@ -104,16 +114,17 @@ class Residency:
     """Which block has a copy in which slot. The only place that binds blocks to slots.
 
     With as many slots as blocks each block has its own, and slots may be of the sizes of their blocks.
+
+    Each change takes effect in one assignment, that of the copy's state: Ctrl-C cannot come in its middle.
     """
 
     def __init__(self, block_count: int, slot_count: int) -> None:
         self.copies = tuple(Copy(block) for block in range(block_count))
-        self._free = list(range(slot_count))[::-1]
-        self._slot_count = slot_count
+        self._slots = range(slot_count)
 
     @property
     def free_slots(self) -> int:
-        return len(self._free)
+        return len(self._slots) - len(self.present)
 
     @property
     def present(self) -> set[int]:
@@ -131,9 +142,11 @@ class Residency:
     def begin(self, block: int) -> Copy:
         """Gives the block a free slot to load into."""
         copy = self.copies[block]
+        if copy.state is BlockState.ABSENT:
+            held = {other.slot for other in self.copies}
+            has_own = len(self._slots) == len(self.copies)
+            copy._slot = block if has_own else min(set(self._slots) - held)
         copy.advance(BlockState.LOADING)
-        copy.slot = block if self._slot_count == len(self.copies) else self._free[-1]
-        self._free.remove(copy.slot)
         return copy
 
     def finish(self, block: int) -> None:
@@ -142,20 +155,10 @@ class Residency:
 
     def drop(self, block: int) -> None:
         """Takes the slot back: of a clean copy, or of one whose load has failed."""
-        copy = self.copies[block]
-        copy.advance(BlockState.ABSENT)
-        if copy.slot is None:
-            raise AssertionError(f"block {block}: no slot to give back")
-        self._free.append(copy.slot)
-        copy.slot = None
+        self.copies[block].advance(BlockState.ABSENT)
 
     def verify(self) -> None:
-        """Re-checks the sums: every slot is free or holds exactly one block."""
-        held = [copy.slot for copy in self.copies if copy.slot is not None]
-        if sorted([*held, *self._free]) != list(range(self._slot_count)):
-            raise AssertionError(
-                f"slots held {sorted(held)}, free {sorted(self._free)} of {self._slot_count}"
-            )
-        for copy in self.copies:
-            if (copy.slot is None) != (copy.state is BlockState.ABSENT):
-                raise AssertionError(f"block {copy.block}: {copy.state.name} with slot {copy.slot}")
+        """Re-checks the sums: no slot holds two blocks."""
+        held = sorted(copy.slot for copy in self.copies if copy.slot is not None)
+        if len(set(held)) != len(held) or not set(held) <= set(self._slots):
+            raise AssertionError(f"slots held {held} of {len(self._slots)}")

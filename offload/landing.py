@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -55,7 +55,8 @@ class _Crossing:
     """One piece of a gradient on its way to host memory; the last piece stands for the gradient's memory."""
 
     stored: StoredParam
-    ticket: Ticket
+    source: torch.Tensor | None
+    """Until it has been sent; then the ticket keeps it."""
     to: torch.Tensor
     staging: torch.Tensor | None = None
     """The buffer where it arrives; None where that is ``to`` itself."""
@@ -64,6 +65,8 @@ class _Crossing:
     add: bool = False
     frees: int = 0
     """Bytes of device memory that are free once it has arrived."""
+    ticket: Ticket | None = None
+    """None until it has been sent, and for ever where Ctrl-C has come meanwhile."""
 
 
 class CrossingLanding:
@@ -94,11 +97,10 @@ class CrossingLanding:
         """
         self._stay, self._local = stay, LocalLanding()
         self._links, self._ledger = links, ledger
-        self._free = list(staging)
+        self._staging = staging
         self._staging_bytes = staging[0].numel() if staging else 0
-        self._bytes_max, self._bytes = bytes_max, 0
+        self._bytes_max = bytes_max
         self._crossing: deque[_Crossing] = deque()
-        self._of_unit: Counter[int] = Counter()
 
     def land(self, stored: StoredParam, plane: torch.Tensor, grad: torch.Tensor, *, add: bool) -> None:
         if stored.unit in self._stay:
@@ -110,48 +112,50 @@ class CrossingLanding:
         if not add and grad.dtype == plane.dtype:
             while any(crossing.stored is stored for crossing in self._crossing):
                 self._wait_for_oldest()  # of a gradient that user code has thrown away since
-            self._send(_Crossing(stored, DoneTicket(), plane[begin:end], frees=flat.nbytes), flat)
+            self._send(_Crossing(stored, flat, plane[begin:end], frees=flat.nbytes), flat)
             return
         elements = self._staging_bytes // grad.element_size()
         for first in range(0, flat.numel(), elements):
             piece = flat[first : first + elements]
-            while not self._free:
+            while (staging := self._free_staging()) is None:
                 self._stall_for_oldest()
-            staging = self._free.pop()
             to = plane[begin + first : begin + first + piece.numel()]
             arrived = staging[: piece.nbytes].view(piece.dtype)
             frees = flat.nbytes if first + elements >= flat.numel() else 0
-            self._send(_Crossing(stored, DoneTicket(), to, staging, arrived, add, frees), piece)
+            self._send(_Crossing(stored, piece, to, staging, arrived, add, frees), piece)
 
     def arrived(self, unit: int) -> Ticket:
         return _Arrival(self, unit)
 
     def is_complete(self, unit: int) -> bool:
-        return not self._of_unit[unit]
+        return all(crossing.stored.unit != unit for crossing in self._crossing)
 
     def settle(self) -> None:
         while self._crossing:
             self._wait_for_oldest()
 
     def settle_unit(self, unit: int) -> None:
-        while self._of_unit[unit]:
+        while not self.is_complete(unit):
             self._wait_for_oldest()
 
     def poll(self) -> None:
-        while self._crossing and self._crossing[0].ticket.done():
+        while self._crossing and (ticket := self._crossing[0].ticket) is not None and ticket.done():
             self._wait_for_oldest()
 
     def _make_way(self, size: int) -> None:
         """Waits until a gradient of ``size`` bytes may be sent: one larger than all that is allowed goes alone."""
-        self._bytes += size
-        while self._crossing and self._bytes > self._bytes_max:
+        while self._crossing and size + sum(each.frees for each in self._crossing) > self._bytes_max:
             self._stall_for_oldest()
 
-    def _send(self, crossing: _Crossing, piece: torch.Tensor) -> None:
+    def _free_staging(self) -> torch.Tensor | None:
+        used = [crossing.staging for crossing in self._crossing]
+        return next((each for each in self._staging if not any(each is other for other in used)), None)
+
+    def _send(self, crossing: _Crossing, source: torch.Tensor) -> None:
+        self._crossing.append(crossing)  # first: it owns the memory on both sides
         to = crossing.to if crossing.arrived is None else crossing.arrived
-        crossing.ticket = self._links.to_host(to, piece, "grad")
-        self._crossing.append(crossing)
-        self._of_unit[crossing.stored.unit] += 1
+        crossing.ticket = self._links.to_host(to, source, "grad")
+        crossing.source = None
 
     def _stall_for_oldest(self) -> None:
         with self._ledger.stall("gradients"):
@@ -159,16 +163,16 @@ class CrossingLanding:
 
     def _wait_for_oldest(self) -> None:
         crossing = self._crossing[0]
+        if crossing.ticket is None:
+            self._links.wait_for_host()
+            self._crossing.popleft()
+            return
         crossing.ticket.wait()
         self._crossing.popleft()
-        if crossing.staging is not None and crossing.arrived is not None:
-            if crossing.add:
-                crossing.to.add_(crossing.arrived)
-            else:
-                crossing.to.copy_(crossing.arrived)
-            self._free.append(crossing.staging)
-        self._of_unit[crossing.stored.unit] -= 1
-        self._bytes -= crossing.frees
+        if crossing.arrived is not None and crossing.add:
+            crossing.to.add_(crossing.arrived)
+        elif crossing.arrived is not None:
+            crossing.to.copy_(crossing.arrived)
 
 
 class _Arrival:

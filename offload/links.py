@@ -212,6 +212,10 @@ class DeviceLinks:
         self._d2h.record().wait()
         return DoneTicket()
 
+    def wait_for_host(self) -> None:
+        """Waits for every copy to the host that was started."""
+        self._d2h.record().wait()
+
     def _through_staging(self, device: torch.Tensor, host: torch.Tensor) -> None:
         if self._staging is None:
             self._staging = self._make_staging()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from enum import Enum, auto
 
 import torch
 
@@ -32,34 +33,46 @@ Read = Callable[[int, int, int], Ticket]
 """Starts filling a slot with a unit's weight plane, at a priority: (unit, slot, priority)."""
 
 
+class Shown(Enum):
+    """Which parameters of a unit are views of its slot."""
+
+    NOTHING = auto()
+    FROZEN = auto()
+    ALL = auto()
+    UNKNOWN = auto()
+    """Ctrl-C has come while parameters were pointed elsewhere: it is done again before anybody looks."""
+
+
 class Slot:
     """Memory for one weight plane that compute reads: uint8, with a storage of its own."""
 
-    __slots__ = ("_expected", "is_attached", "is_partly_attached", "tensor")
+    __slots__ = ("_others", "_parameters", "shown", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.is_attached = False
-        """Whether the parameters of a unit are views of it."""
-        self.is_partly_attached = False
-        """Whether only the frozen ones are."""
-        self._expected = self._count()
+        self.emptied()
 
     def emptied(self) -> None:
         """Nobody looks at it, no parameter either."""
-        self.is_attached = self.is_partly_attached = False
-        self._expected = self._count()
+        self.shown = Shown.NOTHING
+        self._parameters = self._count()
+        self._others = 0
 
-    def repoint(self, point: Callable[[], None]) -> None:
+    def repoint(self, point: Callable[[], None], shown: Shown) -> None:
         """Points parameters at the slot, or away from it, while others may be looking."""
-        before = self._count()
+        self._others = self._count_others()
+        self.shown = Shown.UNKNOWN
         point()
-        self._expected += self._count() - before
+        self._parameters = self._count() - self._others
+        self.shown = shown
 
     @property
     def is_looked_at(self) -> bool:
         """Whether a tensor besides the parameters shares the storage. See Note [Who still looks]."""
-        return self._count() > self._expected
+        return self._count_others() > 0
+
+    def _count_others(self) -> int:
+        return self._others if self.shown is Shown.UNKNOWN else self._count() - self._parameters
 
     def _count(self) -> int:
         count: int = torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
@@ -115,13 +128,13 @@ class Mover:
     def use(self, unit: int) -> None:
         """Makes a unit present, waiting for it where that is needed, and fetches ahead."""
         copy = self.residency.copies[unit]
-        if unit == self._last_used and copy.readable and self._slot(copy).is_attached:
+        if unit == self._last_used and copy.readable and self._slot(copy).shown is Shown.ALL:
             return
         self._use(unit)
         if self._lifts is not None:
             self._wanted = [unit, *self.scheduler.next_computed()]
-            self._show(unit)
-            self.lift_ahead()
+        self._show(unit)
+        self.lift_ahead()
 
     def use_on_host(self, unit: int) -> None:
         """As :meth:`use`, for what needs the host half only. See Note [Two halves]."""
@@ -182,7 +195,7 @@ class Mover:
     def is_shown(self, unit: int) -> bool:
         """Whether the unit's parameters point at a slot."""
         copy = self.residency.copies[unit]
-        return copy.readable and self._slot(copy).is_attached
+        return copy.readable and self._slot(copy).shown is Shown.ALL
 
     def begin_change(self, unit: int) -> None:
         """Waits until the unit's host bytes may change: what has changed is lifted after :meth:`end_change`."""
@@ -202,9 +215,8 @@ class Mover:
         slot = self._slot(copy)
         if size is None:
             self._hide(unit)
-        elif slot.is_attached:  # a backward may still read frozen parameters
-            slot.repoint(lambda: self._detach_trained(unit))
-            slot.is_attached, slot.is_partly_attached = False, True
+        elif slot.shown in (Shown.ALL, Shown.UNKNOWN):  # a backward may still read frozen parameters
+            slot.repoint(lambda: self._detach_trained(unit), Shown.FROZEN)
         self._lifts.spoil(copy.slot, size)
 
     def lift_ahead(self) -> None:
@@ -224,7 +236,7 @@ class Mover:
         """Points the unit's parameters at what is true now: their slot, or nothing."""
         if self.is_shown(unit):
             slot = self.slots[self.slot_of(unit)]
-            slot.repoint(lambda: self._attach(unit, slot.tensor))
+            slot.repoint(lambda: self._attach(unit, slot.tensor), Shown.ALL)
             return
         if self.residency.copies[unit].readable:
             self._hide(unit)
@@ -310,8 +322,6 @@ class Mover:
             raise
         del self._tickets[unit]  # only now: an interrupted wait leaves all as it is, the bytes on their way
         self.residency.finish(unit)
-        if self._lifts is None:
-            self._show(unit)
 
     def _show(self, unit: int) -> None:
         """Points the unit's parameters at its slot; what compute is asked from now on finds it there."""
@@ -319,16 +329,14 @@ class Mover:
         slot = self._slot(copy)
         if self._lifts is not None and copy.slot is not None:
             self._lifts.show(copy.slot, unit, is_read=slot.is_looked_at)
-        if not slot.is_attached:
-            slot.repoint(lambda: self._attach(unit, slot.tensor))
-            slot.is_attached, slot.is_partly_attached = True, False
+        if slot.shown is not Shown.ALL:
+            slot.repoint(lambda: self._attach(unit, slot.tensor), Shown.ALL)
 
     def _hide(self, unit: int) -> None:
         """Makes the unit's parameters absent."""
         slot = self._slot(self.residency.copies[unit])
-        if slot.is_attached or slot.is_partly_attached:
-            slot.repoint(lambda: self._detach(unit))
-            slot.is_attached = slot.is_partly_attached = False
+        if slot.shown is not Shown.NOTHING:
+            slot.repoint(lambda: self._detach(unit), Shown.NOTHING)
 
     def _drop(self, unit: int) -> None:
         self._hide(unit)

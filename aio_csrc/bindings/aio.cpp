@@ -50,6 +50,9 @@ class Buffer {
   }
   [[nodiscard]] std::byte* bytes() const noexcept { return static_cast<std::byte*>(view_.buf); }
   [[nodiscard]] uint64_t size() const noexcept { return static_cast<uint64_t>(view_.len); }
+  [[nodiscard]] bool overlaps(const Buffer& other) const noexcept {
+    return bytes() < other.bytes() + other.size() && other.bytes() < bytes() + size();
+  }
 
  private:
   Py_buffer view_{};
@@ -130,6 +133,9 @@ class PyQueue : public std::enable_shared_from_this<PyQueue> {
   [[nodiscard]] IoQueue& queue() noexcept { return *queue_; }
 
  private:
+  // What was dropped may still be under way in memory that is used anew: a late read would overwrite it, a
+  // late write would take its new bytes to the file.
+  void wait_for_orphans(const Buffer& buffer);
   static std::unique_ptr<IoQueue> make(const offload::QueueOptions& options) {
     const py::gil_scoped_release nogil;
     return std::make_unique<IoQueue>(options);
@@ -189,8 +195,8 @@ std::unique_ptr<PyTicket> PyQueue::wrap(std::optional<Buffer> buffer,
 std::unique_ptr<PyTicket> PyQueue::transfer(IoOp op, const py::object& object, uint64_t offset,
                                             int priority) {
   require_owned();
-  std::erase_if(orphans_, [](const auto& orphan) { return orphan.second->done(); });
   Buffer buffer(object, /*writable=*/op == IoOp::kRead);
+  wait_for_orphans(buffer);
   if (offset > INT64_MAX - std::min<uint64_t>(buffer.size(), INT64_MAX)) {
     throw py::value_error("the transfer ends beyond the largest file offset, 2**63 - 1");
   }
@@ -198,6 +204,15 @@ std::unique_ptr<PyTicket> PyQueue::transfer(IoOp op, const py::object& object, u
   auto ticket = op == IoOp::kRead ? queue_->read(buffer.bytes(), buffer.size(), offset, urgency)
                                   : queue_->write(buffer.bytes(), buffer.size(), offset, urgency);
   return wrap(std::move(buffer), std::move(ticket));
+}
+
+void PyQueue::wait_for_orphans(const Buffer& buffer) {
+  std::erase_if(orphans_, [](const auto& orphan) { return orphan.second->done(); });
+  std::vector<std::shared_ptr<offload::Ticket>> tickets;  // the list may change while the GIL is released
+  for (const auto& [held, ticket] : orphans_)
+    if (held.overlaps(buffer)) tickets.push_back(ticket);
+  for (const auto& ticket : tickets)
+    wait_in_slices(std::nullopt, [&](auto slice) { return ticket->wait_for(slice); });
 }
 
 std::unique_ptr<PyTicket> PyQueue::sync() {

@@ -1,5 +1,6 @@
 """Ctrl-C anywhere in the engine, caught by the loop: the run goes on as if the batch had not been, or says no."""
 
+import collections
 import contextlib
 import functools
 import random
@@ -17,17 +18,35 @@ from offload.errors import OffloadError, TransferError
 
 pytestmark = pytest.mark.timeout(120)
 PACKAGE = str(Path(offload.__file__).parent)
-FILES = {f"{PACKAGE}/{name}.py" for name in ("engine", "gradients", "mover", "pipeline", "weights")}
+FILES = {
+    f"{PACKAGE}/{name}.py"
+    for name in (
+        "blocks",
+        "engine",
+        "gradients",
+        "landing",
+        "lift",
+        "mover",
+        "pipeline",
+        "schedule",
+        "weights",
+    )
+}
 STEPS = 3
 PARTS = 4
 
 
-class CtrlC:
-    """Raises KeyboardInterrupt at the N-th line that is run in the engine, and counts them."""
+Place = tuple[str, int]
+"""A line of the engine: its file and number."""
 
-    def __init__(self, at):
-        self.left = at
-        self.lines = 0
+
+class CtrlC:
+    """Raises KeyboardInterrupt at the n-th time that a line of the engine is about to run; counts all lines."""
+
+    def __init__(self, at=None, times=1):
+        self.at = at
+        self.left = times
+        self.counts = collections.Counter()
 
     def __enter__(self):
         sys.settrace(self._call)
@@ -41,10 +60,12 @@ class CtrlC:
 
     def _line(self, frame, event, _arg):
         if event == "line":
-            self.lines += 1
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+            place = (Path(frame.f_code.co_filename).name, frame.f_lineno)
+            self.counts[place] += 1
+            if place == self.at:
+                self.left -= 1
+                if not self.left:
+                    raise KeyboardInterrupt("{}:{}".format(*place))
         return self._line
 
 
@@ -52,16 +73,17 @@ def batch(step):
     return torch.full((2, 48), 0.1 * (step + 1))
 
 
-def run(swap_path, update, at=0, order=range(STEPS)):
+def run(swap_path, update, at=None, times=1, order=range(STEPS)):
     """Trains; a batch that is interrupted is taken again.
 
     Returns:
-        The weights, and the batch that was interrupted; what the engine said instead, where it stopped.
+        The weights, or what the engine said where it stopped; the batch that was interrupted; how often each
+        line ran.
     """
     model, optimizer = offload.prepare(Tiny(), config(swap_path, update, "fp32"))
     interrupted = place = None
     with contextlib.closing(optimizer.engine) as engine:
-        with CtrlC(at) as keyboard:
+        with CtrlC(at, times) as keyboard:
             for step in order:
                 for _ in range(2):
                     try:
@@ -76,11 +98,11 @@ def run(swap_path, update, at=0, order=range(STEPS)):
                         assert interrupted is not None
                         with pytest.raises(OffloadError, match="the engine stopped in step"):
                             model(batch(0))
-                        return f"{error}, interrupted at {place}", interrupted, keyboard.lines
+                        return f"{error}, interrupted at {place}", interrupted, keyboard.counts
         engine.settle()
         state = model.state_dict()
         assert not any(copy.leases for copy in engine.weights.mover.residency.copies)
-        return state, interrupted, keyboard.lines
+        return state, interrupted, keyboard.counts
 
 
 @functools.cache
@@ -99,10 +121,11 @@ def _warm():
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_ctrl_c_at_any_line(update, part, swap_path, nothing_left_behind):
     order = tuple(range(STEPS))
-    _, _, lines = without(update, order)
+    counts = without(update, order)[2]
     rng = random.Random(part)
-    for at in rng.sample(range(1, lines), 12):
-        outcome, interrupted, _ = run(swap_path, update, at)
+    for at in sorted(counts)[part::PARTS]:
+        times = rng.randint(1, counts[at])
+        outcome, interrupted, _ = run(swap_path, update, at, times)
         assert list(swap_path.iterdir()) == []
         if isinstance(outcome, str):
             reasons = (
@@ -116,7 +139,7 @@ def test_ctrl_c_at_any_line(update, part, swap_path, nothing_left_behind):
         twice = (*range(interrupted + 1), *range(interrupted, STEPS)) if interrupted is not None else order
         references = [without(update, each)[0] for each in (order, twice)]
         assert any(all(torch.equal(outcome[n], ref[n]) for n in ref) for ref in references), (
-            f"interrupted at line {at}, batch {interrupted}"
+            f"interrupted at {at}, the {times}th time, in batch {interrupted}"
         )
 
 

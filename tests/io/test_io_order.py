@@ -144,6 +144,23 @@ def test_dropped_ticket_keeps_its_buffer(path, backend):
         assert alive() is None
 
 
+@pytest.mark.parametrize("dropped", ["read", "write"])
+def test_memory_of_a_dropped_ticket_is_used_anew_only_after_it(path, backend, dropped):
+    """A late read would overwrite what the memory is used for now, a late write would store it."""
+    old, new = random_bytes(64 * KiB, seed=5), random_bytes(64 * KiB, seed=6)
+    with aio.Queue(path, backend=backend, faults={"delay_at": 3, "delay_ms": 300}) as queue:
+        queue.write(old, 0).wait()
+        queue.write(new, 64 * KiB).wait()
+        buffer = old.copy()
+        getattr(queue, dropped)(buffer, 0 if dropped == "read" else 128 * KiB)  # the third, late
+        queue.read(buffer[4 * KiB :], 68 * KiB).wait()
+        queue.sync().wait()
+        assert (buffer[4 * KiB :] == new[4 * KiB :]).all()
+        if dropped == "write":
+            queue.read(buffer, 128 * KiB).wait()
+        assert (buffer[: 4 * KiB] == old[: 4 * KiB]).all()
+
+
 def test_dropped_ticket_and_queue(path, backend):
     """Everything is dropped in the middle of a transfer; the buffer outlives the transfer."""
     queue = aio.Queue(path, backend=backend, size=1 * MiB, faults={"delay_ms": 50}, request_bytes=64 * KiB)

@@ -245,10 +245,8 @@ def second_at_once(self, first, start_second):
     self._is_second = True
 
 
-def staging_free_at_once(self, crossing, piece):
-    _send(self, crossing, piece)
-    if crossing.staging is not None:
-        self._free.append(crossing.staging)
+def staging_free_at_once(self):
+    return self._staging[0]
 
 
 def fetch_without_settling(self, stored, view, device):
@@ -263,7 +261,7 @@ def land_over_an_older_one(self, stored, plane, grad, *, add):
     else:
         to = plane[stored.placed.begin : stored.placed.end]
         flat = landing._in_plane_order(stored, grad)
-        self._send(landing._Crossing(stored, links.DoneTicket(), to), flat)
+        self._send(landing._Crossing(stored, flat, to), flat)
 
 
 def take_what_is_there(self):
@@ -279,7 +277,7 @@ def spoil_all(self, unit, size=None):
 
 
 _spoil = mover.Mover.spoil
-_send, _land = landing.CrossingLanding._send, landing.CrossingLanding.land
+_land = landing.CrossingLanding.land
 _show_offloaded = gradients.WaitingGradients._show_offloaded
 _start = lift.Lifts.start
 
@@ -309,7 +307,7 @@ MUTATIONS = {
         "unpinned", (links.DeviceLinks, "to_host", never_waiting_for_ordinary_memory),
     ),
     "the staging of gradients is reused at once": (
-        "sums", (landing.CrossingLanding, "_send", staging_free_at_once),
+        "sums", (landing.CrossingLanding, "_free_staging", staging_free_at_once),
     ),
     "a gradient is shown before it has arrived": (
         "sums", (gradients.WaitingGradients, "_show_offloaded", fetch_without_settling),
