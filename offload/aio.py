@@ -10,7 +10,7 @@ transfer is over, whatever happens to the ticket. Offsets, sizes and addresses m
 multiples of :attr:`Queue.alignment` bypass the page cache. Two transfers in flight at once that overlap in
 the file, one of them a write, have no defined order.
 
-The only module that touches the compiled core.
+The only module that touches the compiled core. Where that cannot be loaded, all goes through `aio_python`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal
 
+from . import aio_python
 from .bytesize import MiB, format_bytes
 from .errors import ConfigError, OffloadError, TransferError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+_missing = ""
 try:
     from . import _aio
-except ImportError as missing:
-    raise ImportError(
-        f"the I/O core (offload._aio) cannot be loaded: {missing}; build it with `pip install -e .`"
-    ) from missing
+except ImportError as refused:
+    _missing = (
+        f"the compiled core (offload._aio) cannot be loaded: {refused}; build it with `pip install -e .`"
+    )
 
 __all__ = [
     "NEEDED",
@@ -66,6 +68,10 @@ REQUEST_BYTES: Final = 1 * MiB
 THREADS: Final = 8
 _OFFSET_MAX: Final = (1 << 63) - 1
 
+_COMPILED: Final = ("io_uring", "libaio", "threads")
+"""What a build offers, for where none can be asked."""
+_BackendErrors: Final = (aio_python.BackendError, *(() if _missing else (_aio.BackendError,)))
+
 _REFUSALS: Final = {
     errno.ENOSYS: "the kernel has no io_uring",
     errno.EPERM: "a seccomp profile (containers) or the sysctl kernel.io_uring_disabled forbids it",
@@ -78,15 +84,23 @@ _REFUSALS: Final = {
 
 def probe() -> dict[str, str | None]:
     """Every backend of this build, fastest first, and why it is off here; ``None`` where it works."""
-    return {name: _refusal(name) for name in _aio.backend_names()}
+    return {name: _refusal(name) for name in _names()}
 
 
 def backends() -> list[str]:
-    """The backends that work here, fastest first. ``threads`` is always among them."""
+    """The backends that work here, fastest first. ``python`` is always the last of them."""
     return [name for name, refusal in probe().items() if refusal is None]
 
 
+def _names() -> list[str]:
+    return [*(_COMPILED if _missing else _aio.backend_names()), "python"]
+
+
 def _refusal(name: str) -> str | None:
+    if name == "python":
+        return None
+    if _missing:
+        return _missing
     try:
         _aio.probe(name)
     except _aio.BackendError as error:
@@ -142,7 +156,7 @@ class Ticket:
 
     __slots__ = ("_core", "_queue", "operation")
 
-    def __init__(self, core: _aio.Ticket, queue: Queue, operation: str) -> None:
+    def __init__(self, core: _aio.Ticket | aio_python.Ticket, queue: Queue, operation: str) -> None:
         self._core, self._queue = core, queue
         self.operation = operation
         """``"read"``, ``"write"`` or ``"fsync"``."""
@@ -216,6 +230,7 @@ class Queue:
         """Open ``path``.
 
         backend: one of :func:`backends`; ``auto`` takes the first that works and logs why one was refused.
+            ``python`` needs no compiler, and takes twice the CPU time.
         queue_depth: requests in flight at most (auto: 32; ``threads`` has as many as threads).
         request_bytes: a multiple of :attr:`alignment` (auto: 1 MiB).
         direct_io: ``auto`` bypasses the page cache where the file system lets it; elsewhere it warns once and
@@ -262,10 +277,11 @@ class Queue:
         create: bool,
         mode: int,
         faults: dict[str, int] | None,
-    ) -> _aio.Queue:
+    ) -> _aio.Queue | aio_python.Queue:
         for name in candidates:
+            core = aio_python.Queue if name == "python" else _aio.Queue
             try:
-                return _aio.Queue(
+                return core(
                     path=self.path,
                     backend=name,
                     queue_depth=queue_depth,
@@ -276,7 +292,7 @@ class Queue:
                     mode=mode,
                     faults=faults,
                 )
-            except _aio.BackendError as error:
+            except _BackendErrors as error:
                 if name == candidates[-1]:
                     raise OffloadError(f"I/O backend {name!r} cannot be used: {_explain(error)}") from error
                 _log_refusal(name, candidates[candidates.index(name) + 1], _explain(error))
@@ -419,12 +435,15 @@ class Queue:
 
 
 def _candidates(backend: str) -> list[str]:
-    names = _aio.backend_names()
-    if backend == "auto":
-        return names
-    if backend not in names:
+    names = _names()
+    if backend != "auto" and backend not in names:
         raise ConfigError(f"backend must be 'auto' or one of {', '.join(map(repr, names))}, got {backend!r}")
-    return [backend]
+    if _missing and backend == "auto":
+        _log_refusal("auto", "python", _missing)
+        return ["python"]
+    if _missing and backend != "python":
+        raise OffloadError(f"I/O backend {backend!r} cannot be used: {_missing}")
+    return names if backend == "auto" else [backend]
 
 
 def _at_least_one(name: str, value: int | Literal["auto"], auto: int) -> int:

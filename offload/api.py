@@ -93,7 +93,8 @@ def prepare(
         plan = MemoryPlan.build(placement_of(settings, device_free_bytes=free_bytes), inventory)
         store = None
         if paths := swap_paths_of(settings):
-            store = SwapStore.open(paths, plan, settings.aio, ledger)
+            verify = settings.durability.verify == "always"
+            store = SwapStore.open(paths, plan, settings.aio, ledger, verify=verify)
             undo.callback(store.close)
         engine = OffloadEngine(
             partition,

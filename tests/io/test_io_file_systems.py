@@ -229,7 +229,7 @@ logging.basicConfig(stream=sys.stdout, format="%(name)s: %(message)s")
 from offload import aio
 from offload.errors import OffloadError
 
-assert aio.backends() == ["libaio", "threads"], aio.backends()
+assert aio.backends() == ["libaio", "threads", "python"], aio.backends()
 print(aio.probe()["io_uring"])
 for turn in range(2):
     with aio.Queue(sys.argv[1]) as queue:
@@ -258,15 +258,34 @@ def test_io_uring_refused(path, run_python, code):
     assert f"refused: I/O backend 'io_uring' cannot be used: io_uring_setup: {name}" in result.stdout
 
 
-def test_without_the_extension(run_python):
-    """The import says what is missing and how to get it."""
-    script = """
-import sys
+WITHOUT_THE_EXTENSION = """
+import logging, sys
 sys.modules["offload._aio"] = None
+logging.basicConfig(stream=sys.stdout, format="%(name)s: %(message)s")
+from offload import aio
+from offload.errors import OffloadError
+
+assert aio.backends() == ["python"], aio.backends()
+assert "pip install" in aio.probe()["io_uring"], aio.probe()
+for turn in range(2):
+    with aio.Queue(sys.argv[1]) as queue:
+        assert queue.backend == "python"
+        queue.write(b"abc", 0).wait()
+        buffer = bytearray(3)
+        queue.read(buffer, 0).wait()
+        assert buffer == b"abc"
 try:
-    from offload import aio
-except ImportError as error:
-    print(error)
+    aio.Queue(sys.argv[1], backend="threads")
+except OffloadError as error:
+    print("refused:", error)
 """
-    result = run_python(script)
-    assert "pip install -e ." in result.stdout
+
+
+def test_i11_without_the_extension(path, run_python):
+    """One line says what is missing and how to get it; all goes through Python. Asked by name, it is refused."""
+    result = run_python(WITHOUT_THE_EXTENSION, path)
+    assert result.returncode == 0, result.stderr
+    logged, refused = result.stdout.splitlines()
+    assert logged.startswith("offload.aio: I/O backend auto is refused: the compiled core (offload._aio)")
+    assert logged.endswith("build it with `pip install -e .`; using python")
+    assert refused.startswith("refused: I/O backend 'threads' cannot be used: the compiled core")

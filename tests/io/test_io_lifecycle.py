@@ -101,7 +101,7 @@ def test_use_after_close(path, backend):
     [
         (
             {"backend": "libaoi"},
-            "backend must be 'auto' or one of 'io_uring', 'libaio', 'threads', got 'libaoi'",
+            "backend must be 'auto' or one of 'io_uring', 'libaio', 'threads', 'python', got 'libaoi'",
         ),
         ({"queue_depth": 0}, "queue_depth must be 'auto' or a number from 1, got 0"),
         ({"request_bytes": 1000}, "request_bytes must be a multiple of 4096"),
