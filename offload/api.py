@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import construct, lifetime
+from . import construct, lifetime, machine
 from .accel import open_accelerator
 from .access import gathered
 from .checkpoint import StateDictHooks
@@ -93,7 +93,8 @@ def prepare(
         plan = MemoryPlan.build(placement_of(settings, device_free_bytes=free_bytes), inventory)
         store = None
         if paths := swap_paths_of(settings):
-            store = SwapStore.open(paths, plan, settings.aio, ledger)
+            aio, weighted = machine.resolve(settings.aio, paths.all)
+            store = SwapStore.open(dataclasses.replace(paths, all=weighted), plan, aio, ledger)
             undo.callback(store.close)
         engine = OffloadEngine(
             partition,
