@@ -225,3 +225,22 @@ def tune(
                 json=as_json,
             )
         )
+
+
+@app.command()
+def doctor(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="PATH...", help="Swap paths to look at as well.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Show what this machine and its swap paths offer, why something is off, and what would mend it.
+
+    Changes nothing, and needs neither root nor an accelerator. Exit status 1 where the engine cannot work.
+    """
+    with Failures(traceback):
+        from .doctor import run
+
+        run(paths or [], as_json=as_json)
