@@ -23,6 +23,18 @@ def _one_thread_for_torch():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_machine_profile():
+    """Tests, and the processes that they start, do not read what this machine was tuned to."""
+    before = os.environ.get("OFFLOAD_PROFILE")
+    os.environ["OFFLOAD_PROFILE"] = "off"
+    yield
+    if before is None:
+        del os.environ["OFFLOAD_PROFILE"]
+    else:
+        os.environ["OFFLOAD_PROFILE"] = before
+
+
 @pytest.fixture
 def swap_path(tmp_path):
     """A directory for swap files, which must be empty again when the test ends."""
