@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import construct, lifetime
+from . import construct, lifetime, machine
 from .accel import open_accelerator
 from .access import gathered
 from .checkpoint import StateDictHooks
@@ -94,7 +94,8 @@ def prepare(
         store = None
         if paths := swap_paths_of(settings):
             verify = settings.durability.verify == "always"
-            store = SwapStore.open(paths, plan, settings.aio, ledger, verify=verify)
+            aio, weighted = machine.resolve(settings.aio, paths.all)
+            store = SwapStore.open(dataclasses.replace(paths, all=weighted), plan, aio, ledger, verify=verify)
             undo.callback(store.close)
         engine = OffloadEngine(
             partition,

@@ -62,11 +62,11 @@ class Mount:
         return self.filesystem in ("tmpfs", "ramfs", "devtmpfs")
 
 
-def mount_of(path: str | os.PathLike[str]) -> Mount:
+def mount_of(path: str | os.PathLike[str], *, table: Path = Path("/proc/self/mountinfo")) -> Mount:
     """The mount that holds an existing path, by the longest mount point above it."""
     resolved = os.path.realpath(path)
     best = Mount("/", "unknown", "unknown")
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in table.read_text().splitlines():
         left, _, right = line.partition(" - ")
         point = left.split()[4].encode().decode("unicode_escape")
         filesystem, source = right.split()[:2]

@@ -13,11 +13,26 @@ import torch
 
 TESTS = Path(__file__).parent
 
+# A job in the background ("make test &") begins with Ctrl-C ignored, and so would the processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread_for_torch():
     """Small models are faster on one thread, and sums then have one order."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_machine_profile():
+    """Tests, and the processes that they start, do not read what this machine was tuned to."""
+    before = os.environ.get("OFFLOAD_PROFILE")
+    os.environ["OFFLOAD_PROFILE"] = "off"
+    yield
+    if before is None:
+        del os.environ["OFFLOAD_PROFILE"]
+    else:
+        os.environ["OFFLOAD_PROFILE"] = before
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def device_free_bytes(config: OffloadConfig, *, is_here: bool) -> int | None:
         ConfigError: the device is not here.
     """
     setting, size = config.accelerator, config.memory.device_bytes
-    if setting == "cpu" or (setting == "auto" and not _may_have_one()):
+    if setting == "cpu" or (setting == "auto" and not may_have_accelerator()):
         return None
     if setting != "auto" and size != "auto" and not is_here:
         return size
@@ -37,5 +37,6 @@ def device_free_bytes(config: OffloadConfig, *, is_here: bool) -> int | None:
         accelerator.close()
 
 
-def _may_have_one() -> bool:
+def may_have_accelerator() -> bool:
+    """Whether torch may find an accelerator here: there is a driver of one, or one is simulated."""
     return "OFFLOAD_ACCELERATOR" in os.environ or any(Path(driver).exists() for driver in _DRIVERS)

@@ -164,3 +164,83 @@ def plan(
         from .plan import show_plan
 
         show_plan(config, model, steps=steps, seq=seq, gb_per_second=gb_per_second)
+
+
+@app.command()
+def tune(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="PATH...",
+            help="Directories on the drives to tune. Default: those that the configuration names.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the settings into this configuration, whose comments stay. Default: into the profile of"
+            " this machine, which runs use where `aio` says auto.",
+            show_default=False,
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw what was measured (.png, .svg, .pdf).", show_default=False),
+    ] = None,
+    max_write: Annotated[
+        str, typer.Option("--max-write", metavar="SIZE", help="Most that is written to each drive.")
+    ] = "16GiB",
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Time for each path. Default: 25, and less where there are several.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything that was measured as JSON, and nothing else.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only plain lines.")] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Find the fastest way to read and write the swap files on a drive, in under 30 seconds.
+
+    Tries I/O backends, request sizes, queue depths and threads with the loads of a training step, beside the page
+    cache, in a test file that vanishes whatever happens. With several paths it also measures their weights.
+    """
+    with Failures(traceback):
+        from .tune import Request, run
+
+        run(
+            Request(
+                paths=tuple(paths or ()),
+                config=config,
+                plot=plot,
+                max_write=max_write,
+                seconds=seconds,
+                quiet=quiet,
+                json=as_json,
+            )
+        )
+
+
+@app.command()
+def doctor(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="PATH...", help="Swap paths to look at as well.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Show what this machine and its swap paths offer, why something is off, and what would mend it.
+
+    Changes nothing, and needs neither root nor an accelerator. Exit status 1 where the engine cannot work.
+    """
+    with Failures(traceback):
+        from .doctor import run
+
+        run(paths or [], as_json=as_json)

@@ -14,6 +14,8 @@ import typer
 from .. import metrics
 from ..bytesize import format_bytes
 from ..ledger import Ledger
+from .loads import size_text
+from .search import Progress
 
 Advance = Callable[[int, int], None]
 """Called with (done, total) of a task."""
@@ -77,13 +79,13 @@ class Meter:
 
 
 class PlainDisplay:
-    """Lines on stdout: of a step every so many steps, the first and the last."""
+    """Lines: of a step every so many steps, the first and the last."""
 
-    def __init__(self, steps_per_line: int) -> None:
-        self._steps_per_line = steps_per_line
+    def __init__(self, steps_per_line: int, *, to_stderr: bool = False) -> None:
+        self._steps_per_line, self._to_stderr = steps_per_line, to_stderr
 
     def say(self, text: str) -> None:
-        typer.echo(text)
+        typer.echo(text, err=self._to_stderr)
         sys.stdout.flush()
 
     @contextmanager
@@ -104,6 +106,19 @@ class PlainDisplay:
         self.say(f"training {steps} steps ...")
         yield lambda figures: self.say(str(figures))
 
+    @contextmanager
+    def search(self) -> Iterator[Callable[[Progress], None]]:
+        """Progress of a search for the best settings: a line for each round."""
+        shown = 0
+
+        def show(progress: Progress) -> None:
+            nonlocal shown
+            if progress.round > shown:
+                shown = progress.round
+                self.say(f"  {describe_search(progress)}")
+
+        yield show
+
     def wants(self, step: int, steps: int) -> bool:
         """Whether the figures of this step will be shown."""
         every = self._steps_per_line
@@ -113,10 +128,10 @@ class PlainDisplay:
 class LiveDisplay:
     """One line that is redrawn, by rich; what is said scrolls above it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, to_stderr: bool = False) -> None:
         from rich.console import Console
 
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, stderr=to_stderr)
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
@@ -144,6 +159,21 @@ class LiveDisplay:
             task = progress.add_task(f"step 1/{steps} runs", total=steps)
             yield lambda figures: progress.update(task, completed=figures.step, description=str(figures))
 
+    @contextmanager
+    def search(self) -> Iterator[Callable[[Progress], None]]:
+        from rich import progress as bars
+
+        columns = (
+            bars.BarColumn(bar_width=12),
+            bars.TaskProgressColumn(),
+            bars.TextColumn("{task.description}", markup=False),
+        )
+        with bars.Progress(*columns, console=self._console, transient=True, refresh_per_second=4) as live:
+            task = live.add_task("", total=1.0)
+            yield lambda progress: live.update(
+                task, completed=progress.share, description=describe_search(progress)
+            )
+
     def wants(self, step: int, steps: int) -> bool:
         return True
 
@@ -151,11 +181,23 @@ class LiveDisplay:
 Display = PlainDisplay | LiveDisplay
 
 
-def make_display(*, quiet: bool, steps_per_line: int) -> Display:
-    """Live on a terminal, plain elsewhere and where it should be quiet."""
-    if quiet or not sys.stdout.isatty():
-        return PlainDisplay(steps_per_line)
-    return LiveDisplay()
+def make_display(*, quiet: bool, steps_per_line: int = 0, to_stderr: bool = False) -> Display:
+    """Live on a terminal, plain elsewhere and where it should be quiet; beside results for programs on stderr."""
+    if quiet or not (sys.stderr if to_stderr else sys.stdout).isatty():
+        return PlainDisplay(steps_per_line, to_stderr=to_stderr)
+    return LiveDisplay(to_stderr=to_stderr)
+
+
+def describe_search(progress: Progress) -> str:
+    """``round 2/4, 24 settings; best 1.52 GB/s: io_uring 1 MiB x 32``."""
+    text = f"round {progress.round}/{progress.rounds}, {progress.settings} settings"
+    if progress.best is None:
+        return text
+    best = progress.best
+    return (
+        f"{text}; best {progress.best_rate:.2f} GB/s:"
+        f" {best.backend} {size_text(best.block_size)} x {best.queue_depth}"
+    )
 
 
 def clock(seconds: float) -> str:

@@ -32,7 +32,7 @@ _INT_DIGITS_MAX: Final = 4000  # longer ones are beyond every setting, and Pytho
 
 def parse(text: str, name: str = "configuration") -> dict[str, Any]:
     """The block that ``text`` holds. ``name`` is what errors call it: the file's path."""
-    parser = _Parser(text.removeprefix("\ufeff"), name)
+    parser = Parser(text.removeprefix("\ufeff"), name)
     position = parser.skip(0)
     if position < len(parser.text) and parser.text[position] == '"':
         parser.fail(position, "the file starts with a key; put { in front and } at the end")
@@ -45,7 +45,7 @@ def parse(text: str, name: str = "configuration") -> dict[str, Any]:
     return value
 
 
-class _Parser:
+class Parser:
     """Recursive descent over one text; every method takes a position and returns the next one."""
 
     def __init__(self, text: str, name: str) -> None:
@@ -73,7 +73,7 @@ class _Parser:
         if first == "[":
             return self._list(position, depth)
         if first == '"':
-            return self._string(position)
+            return self.string(position)
         match = _WORD.match(self.text, position)
         word = match[0] if match else ""
         if word in _CONSTANTS:
@@ -101,7 +101,7 @@ class _Parser:
             self.fail(position, f"{word} where a value is expected; write the value")
         self.fail(position, f'{word[:40]!a} is not a value; write a number, true, false, null or "text"')
 
-    def _string(self, position: int) -> tuple[str, int]:
+    def string(self, position: int) -> tuple[str, int]:
         try:
             text, end = _STRINGS.raw_decode(self.text, position)
             return str(text), end
@@ -119,14 +119,14 @@ class _Parser:
                     f'{self.word(position)} where a key is expected; write "key": value, or close with }}',
                 )
             start = position
-            key, position = self._string(position)
+            key, position = self.string(position)
             if key in block:
                 self.fail(start, f"{key!a} is given twice in one block; keep one")
             position = self.skip(position)
             if self.text[position : position + 1] != ":":
                 self.fail(position, f"{self.word(position)} after the key {key!a}; write a colon")
             block[key], position = self.value(self.skip(position + 1), depth + 1)
-            position = self._separator(position, "}")
+            position = self.separator(position, "}")
         return block, position + 1
 
     def _list(self, position: int, depth: int) -> tuple[list[Any], int]:
@@ -135,10 +135,10 @@ class _Parser:
         while self.text[position : position + 1] != "]":
             item, position = self.value(position, depth + 1)
             items.append(item)
-            position = self._separator(position, "]")
+            position = self.separator(position, "]")
         return items, position + 1
 
-    def _separator(self, position: int, close: str) -> int:
+    def separator(self, position: int, close: str) -> int:
         """Past one comma, where there is one; the comma before ``close`` is allowed."""
         position = self.skip(position)
         found = self.text[position : position + 1]
