@@ -116,8 +116,10 @@ def make_engine(depth: int, threads: int) -> Engine:
     if refusal is None:
         try:
             return LibaioEngine(depth)
-        except OSError as error:  # others have used up fs.aio-max-nr, or there are no descriptors
+        except OSError as error:
             refusal = f"{error.strerror}: {os.strerror(error.errno or 0)}"
+            if error.errno == errno.EAGAIN:
+                refusal += " (others have used up fs.aio-max-nr; see fs.aio-nr)"
     logger.info("the backend python goes through preadv on threads: %s", refusal)
     return PreadEngine(threads)
 

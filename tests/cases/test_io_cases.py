@@ -1,5 +1,5 @@
-"""Cases of the I/O and memory kind, on the whole engine. (I02, I07, I08, I15, M05, S14 are in tests/faults,
-M08 in tests/memory, and what concerns single transfers in tests/io.)"""
+"""Cases of the I/O and memory kind, on the whole engine. (I05, I11, I16 and M13 over saves are beside this file; I02,
+I07, I08, I15, M05, S14 in tests/faults, M08 in tests/memory, I12 and what concerns single transfers in tests/io.)"""
 
 import contextlib
 import errno
