@@ -16,7 +16,11 @@ class DirectionDict(TypedDict):
     failed: int
     in_flight_max: int
     seconds_busy: float
+    seconds_at_depth: dict[int, float]
     seconds_latency: float
+    seconds_latency_p50: float
+    seconds_latency_p90: float
+    seconds_latency_p99: float
     seconds_latency_max: float
 
 @type_check_only
@@ -24,6 +28,7 @@ class StatsDict(TypedDict):
     read: DirectionDict
     write: DirectionDict
     sync: DirectionDict
+    cpu_seconds: float
 
 class Ticket:
     def done(self) -> bool: ...

@@ -280,7 +280,15 @@ py::dict stats_of(PyQueue& self) {
     out["failed"] = stats.failed;
     out["in_flight_max"] = stats.in_flight_max;
     out["seconds_busy"] = stats.seconds_busy;
+    py::dict at_depth;
+    for (size_t i = 0; i < stats.seconds_at_depth.size(); ++i) {
+      if (stats.seconds_at_depth[i] > 0) at_depth[py::int_(size_t{1} << i)] = stats.seconds_at_depth[i];
+    }
+    out["seconds_at_depth"] = at_depth;
     out["seconds_latency"] = stats.seconds_latency;
+    out["seconds_latency_p50"] = stats.seconds_latency_p50;
+    out["seconds_latency_p90"] = stats.seconds_latency_p90;
+    out["seconds_latency_p99"] = stats.seconds_latency_p99;
     out["seconds_latency_max"] = stats.seconds_latency_max;
     return out;
   };
@@ -288,6 +296,7 @@ py::dict stats_of(PyQueue& self) {
   out["read"] = direction(IoOp::kRead);
   out["write"] = direction(IoOp::kWrite);
   out["sync"] = direction(IoOp::kSync);
+  out["cpu_seconds"] = self.queue().cpu_seconds();
   return out;
 }
 

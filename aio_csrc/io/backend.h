@@ -48,6 +48,9 @@ class IoBackend {
   virtual void wake() noexcept = 0;
 
   [[nodiscard]] virtual IoCapabilities capabilities() const noexcept = 0;
+
+  // CPU time of threads of its own (default: it has none). From any thread.
+  [[nodiscard]] virtual double cpu_seconds() const noexcept { return 0; }
 };
 
 }  // namespace offload

@@ -43,6 +43,7 @@ class FaultyBackend final : public IoBackend {
   [[nodiscard]] size_t reap(std::span<IoCompletion> out, size_t count_min) override;
   void wake() noexcept override { inner_->wake(); }
   [[nodiscard]] IoCapabilities capabilities() const noexcept override { return inner_->capabilities(); }
+  [[nodiscard]] double cpu_seconds() const noexcept override { return inner_->cpu_seconds(); }
 
  private:
   struct Altered {  // a transfer that the inner backend carries out and whose result is cut to `result`

@@ -59,6 +59,7 @@ class IoQueue {
   [[nodiscard]] const IoStats& stats() const noexcept { return worker_->stats(); }
   [[nodiscard]] const char* backend() const noexcept { return worker_->backend_name(); }
   [[nodiscard]] size_t queue_depth() const noexcept { return worker_->queue_depth(); }
+  [[nodiscard]] double cpu_seconds() const noexcept { return worker_->cpu_seconds(); }
 
  private:
   std::shared_ptr<Ticket> add(IoOp op, std::byte* buffer, uint64_t size, uint64_t offset,

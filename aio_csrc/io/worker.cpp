@@ -8,6 +8,7 @@
 
 #include "io/backends.h"
 #include "io/error.h"
+#include "util/cpu_clock.h"
 #include "util/signal_block.h"
 
 namespace offload {
@@ -69,6 +70,7 @@ void Worker::make_backend_and_slots() {
   capabilities_ = backend_->capabilities();
   const size_t depth = std::clamp<size_t>(options_.queue_depth, 1, capabilities_.depth_max);
   slots_.resize(depth);
+  stats_.set_depth(depth);
   completions_.resize(depth);
   requests_.reserve(depth);
   for (size_t i = depth; i-- > 0;) slots_free_.push_back(static_cast<uint32_t>(i));
@@ -114,9 +116,15 @@ void Worker::run() {
   }
   file_.forget_all_cached();
   const std::lock_guard lock(mutex_);
+  cpu_seconds_ = cpu_seconds_of(::pthread_self()) + backend_->cpu_seconds();
   backend_.reset();
   exited_ = true;
   exit_.notify_all();
+}
+
+double Worker::cpu_seconds() noexcept {
+  const std::lock_guard lock(mutex_);  // until exited_ is set under it, the thread and its backend are there
+  return exited_ ? cpu_seconds_ : cpu_seconds_of(thread_.native_handle()) + backend_->cpu_seconds();
 }
 
 void Worker::take_inbox() {
@@ -155,18 +163,15 @@ void Worker::submit() {
     const uint32_t token = slots_free_.back();
     slots_free_.pop_back();
     requests_.push_back(request_of(*piece, token));
-    slots_[token].piece = std::move(*piece);
+    slots_[token] = std::move(*piece);
   }
   if (requests_.empty()) return;
   const size_t taken = backend_->submit(requests_);
   const auto now = IoStats::Clock::now();
-  for (size_t i = 0; i < taken; ++i) {
-    slots_[requests_[i].token].begun = now;
-    stats_.begin(requests_[i].op, now);
-  }
+  for (size_t i = 0; i < taken; ++i) stats_.begin(requests_[i], now);
   for (size_t i = requests_.size(); i-- > taken;) {  // last first, to keep their order
     const auto token = static_cast<uint32_t>(requests_[i].token);
-    schedule_.put_back(std::move(slots_[token].piece));
+    schedule_.put_back(std::move(slots_[token]));
     slots_free_.push_back(token);
   }
 }
@@ -195,13 +200,12 @@ Worker::Next Worker::decide() {
 }
 
 void Worker::complete(const IoCompletion& completion) {
-  Slot& slot = slots_.at(completion.token);
-  Piece piece = std::move(slot.piece);
+  Piece piece = std::move(slots_.at(completion.token));
   slots_free_.push_back(static_cast<uint32_t>(completion.token));
   const Ticket& ticket = *piece.transfer->ticket;
   const bool is_sync = ticket.op() == IoOp::kSync;
   const bool buffered = !is_sync && !piece.direct;
-  stats_.end(ticket.op(), slot.begun, IoStats::Clock::now(), buffered);
+  stats_.end(completion.token, IoStats::Clock::now(), buffered);
   if (completion.result < 0) return refused(std::move(piece), static_cast<int>(-completion.result));
   const auto bytes = static_cast<uint64_t>(completion.result);
   if (buffered) {

@@ -43,12 +43,9 @@ class Worker {
   [[nodiscard]] const IoStats& stats() const noexcept { return stats_; }
   [[nodiscard]] const char* backend_name() const noexcept { return capabilities_.name; }
   [[nodiscard]] size_t queue_depth() const noexcept { return slots_.size(); }
+  [[nodiscard]] double cpu_seconds() noexcept;  // of the thread, and of those of the backend
 
  private:
-  struct Slot {
-    Piece piece;
-    IoStats::Clock::time_point begun;
-  };
   enum class Next : uint8_t { kReap, kLookAgain, kStop };
 
   void make_backend_and_slots();
@@ -73,7 +70,7 @@ class Worker {
   std::unique_ptr<IoBackend> backend_;
   IoCapabilities capabilities_{};
   Schedule schedule_;
-  std::vector<Slot> slots_;
+  std::vector<Piece> slots_;  // by token
   std::vector<uint32_t> slots_free_;
   std::vector<IoRequest> requests_;
   std::vector<IoCompletion> completions_;
@@ -88,6 +85,7 @@ class Worker {
   bool stopping_ = false;
   bool cancelling_ = false;
   bool exited_ = false;
+  double cpu_seconds_ = 0;  // once it has exited
   std::condition_variable exit_;
 };
 
