@@ -2,11 +2,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <future>
 #include <stdexcept>
 #include <system_error>
 
-#include "io/backends.h"
 #include "io/error.h"
 #include "util/cpu_clock.h"
 #include "util/signal_block.h"
@@ -65,10 +63,13 @@ void Worker::start() {
 }
 
 void Worker::make_backend_and_slots() {
-  backend_ = make_backend(options_.backend, options_.queue_depth, options_.threads);
+  backend_ = make_backend(options_.backend, options_.backend_options);
   if (options_.faults) backend_ = std::make_unique<FaultyBackend>(std::move(backend_), *options_.faults);
   capabilities_ = backend_->capabilities();
-  const size_t depth = std::clamp<size_t>(options_.queue_depth, 1, capabilities_.depth_max);
+  const size_t depth = std::clamp<size_t>(options_.backend_options.depth, 1, capabilities_.depth_max);
+  std::vector<int> fds = {file_.fd(false)};
+  if (file_.direct()) fds.push_back(file_.fd(true));
+  backend_->use_files(fds);
   slots_.resize(depth);
   stats_.set_depth(depth);
   completions_.resize(depth);
@@ -93,6 +94,18 @@ void Worker::request_stop(bool cancel) noexcept {
   cancelling_ |= cancel;
   if (sleeping_) backend_->wake();
   sleeping_ = false;
+}
+
+int Worker::change_region(std::span<std::byte> region, bool add) {
+  std::future<int> error;
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopping_) return EBADF;
+    error = region_changes_.emplace_back(RegionChange{region, add, {}}).error.get_future();
+    if (sleeping_) backend_->wake();
+    sleeping_ = false;
+  }
+  return error.get();
 }
 
 bool Worker::join_for(std::chrono::nanoseconds limit) {
@@ -129,12 +142,18 @@ double Worker::cpu_seconds() noexcept {
 
 void Worker::take_inbox() {
   std::vector<std::shared_ptr<Transfer>> arrived;
+  std::vector<RegionChange> changes;
   {
     const std::lock_guard lock(mutex_);
     sleeping_ = false;
     arrived.swap(inbox_);
+    changes.swap(region_changes_);
     stop_seen_ = stopping_;
     cancel_seen_ = cancelling_;
+  }
+  for (RegionChange& change : changes) {
+    if (!change.add) backend_->remove_region(change.region);
+    change.error.set_value(change.add ? backend_->add_region(change.region) : 0);
   }
   for (auto& transfer : arrived) {
     const bool empty = transfer->ticket->op() != IoOp::kSync && transfer->ticket->size() == 0;
@@ -193,7 +212,8 @@ IoRequest Worker::request_of(const Piece& piece, uint64_t token) noexcept {
 Worker::Next Worker::decide() {
   const size_t in_flight = slots_.size() - slots_free_.size();
   const std::lock_guard lock(mutex_);
-  if (!inbox_.empty() || stopping_ != stop_seen_ || cancelling_ != cancel_seen_) return Next::kLookAgain;
+  if (!inbox_.empty() || !region_changes_.empty() || stopping_ != stop_seen_ || cancelling_ != cancel_seen_)
+    return Next::kLookAgain;
   if (stop_seen_ && in_flight == 0 && schedule_.empty()) return Next::kStop;
   sleeping_ = !slots_free_.empty();  // with all slots taken, new work has to wait for a completion anyway
   return Next::kReap;
