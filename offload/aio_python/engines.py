@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,8 +59,18 @@ class Engine(Protocol):
 
     def wake(self) -> None: ...
 
+    def cpu_seconds(self) -> float:
+        """Of threads of its own. Before ``close`` only."""
+
     def close(self) -> None:
         """Returns when nothing is in flight any more."""
+
+
+def cpu_seconds_of(thread: threading.Thread) -> float:
+    """CPU time of a thread that is alive."""
+    if thread.ident is None:
+        raise AssertionError("a thread that was not started")
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
 @contextmanager
@@ -214,6 +225,9 @@ class LibaioEngine:
         self._woken = True
         os.eventfd_write(self._event_fd, 1)
 
+    def cpu_seconds(self) -> float:
+        return 0.0
+
     def close(self) -> None:
         self._context.close()
         os.close(self._event_fd)
@@ -256,6 +270,9 @@ class PreadEngine:
 
     def wake(self) -> None:
         self._results.put(None)
+
+    def cpu_seconds(self) -> float:
+        return sum(map(cpu_seconds_of, self._threads))
 
     def close(self) -> None:
         for _ in self._threads:

@@ -161,7 +161,7 @@ def test_fork(path, backend):
                     break
             queue.close()
             del ticket, queue, use
-            aio._close_all()
+            aio.queue._close_all()
         finally:
             os._exit(status)
     begun = time.monotonic()

@@ -1,59 +1,30 @@
-"""Asynchronous file transfers: one :class:`Queue` per file, one :class:`Ticket` per transfer.
-
-    with Queue("/mnt/nvme/rank0.swap", size=8 * GiB) as queue:
-        ticket = queue.read(buffer, offset=0)  # returns at once
-        ...
-        ticket.wait()  # the bytes are in `buffer`, or TransferError
-
-Buffers are anything that exports bytes (numpy arrays, memoryviews, mmaps); a buffer is kept alive until its
-transfer is over, whatever happens to the ticket. Offsets, sizes and addresses may be odd; those that are
-multiples of :attr:`Queue.alignment` bypass the page cache. Two transfers in flight at once that overlap in
-the file, one of them a write, have no defined order.
-
-The only module that touches the compiled core. Where that cannot be loaded, all goes through `aio_python`.
-"""
+"""A queue: all transfers of one file. A ticket: one of them."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import errno
+import functools
 import logging
 import os
 import resource
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from . import aio_python
-from .bytesize import MiB, format_bytes
-from .errors import ConfigError, OffloadError, TransferError
+from .. import aio_python
+from ..bytesize import MiB, format_bytes
+from ..errors import ConfigError, OffloadError, TransferError
+from .refusals import BackendErrors, candidates, core_of, explain, log_once, memlock_hint, name_of
+from .stats import DirectionStats, QueueStats
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_missing = ""
-try:
-    from . import _aio
-except ImportError as refused:
-    _missing = (
-        f"the compiled core (offload._aio) cannot be loaded: {refused}; build it with `pip install -e .`"
-    )
-
-__all__ = [
-    "NEEDED",
-    "PREFETCH",
-    "WRITE_BACK",
-    "DirectionStats",
-    "Queue",
-    "QueueStats",
-    "Ticket",
-    "backends",
-    "probe",
-]
+    from .. import _aio
 
 logger = logging.getLogger("offload.aio")
 
@@ -66,85 +37,9 @@ QUEUE_DEPTH: Final = 32
 REQUEST_BYTES: Final = 1 * MiB
 # Beside a queue depth of 32 this many threads already keep one NVMe drive busy with 1 MiB requests.
 THREADS: Final = 8
+STALL_SECONDS: Final = ("OFFLOAD_IO_STALL_SECONDS", 30.0)
+TIMEOUT_SECONDS: Final = ("OFFLOAD_IO_TIMEOUT_SECONDS", 600.0)
 _OFFSET_MAX: Final = (1 << 63) - 1
-
-_COMPILED: Final = ("io_uring", "libaio", "threads")
-"""What a build offers, for where none can be asked."""
-_BackendErrors: Final = (aio_python.BackendError, *(() if _missing else (_aio.BackendError,)))
-
-_REFUSALS: Final = {
-    errno.ENOSYS: "the kernel has no io_uring",
-    errno.EPERM: "a seccomp profile (containers) or the sysctl kernel.io_uring_disabled forbids it",
-    errno.EACCES: "a security module forbids it",
-    errno.ENOMEM: "over the locked-memory limit; raise `ulimit -l`",
-    errno.EOPNOTSUPP: "needs Linux 5.6 or newer",
-    errno.EMFILE: "out of file descriptors; raise `ulimit -n`",
-}
-
-
-def probe() -> dict[str, str | None]:
-    """Every backend of this build, fastest first, and why it is off here; ``None`` where it works."""
-    return {name: _refusal(name) for name in _names()}
-
-
-def backends() -> list[str]:
-    """The backends that work here, fastest first. ``python`` is always the last of them."""
-    return [name for name, refusal in probe().items() if refusal is None]
-
-
-def _names() -> list[str]:
-    return [*(_COMPILED if _missing else _aio.backend_names()), "python"]
-
-
-def _refusal(name: str) -> str | None:
-    if name == "python":
-        return None
-    if _missing:
-        return _missing
-    try:
-        _aio.probe(name)
-    except _aio.BackendError as error:
-        return _explain(error)
-    return None
-
-
-def _explain(error: OSError) -> str:
-    code = error.errno or 0
-    reason = _REFUSALS.get(code, os.strerror(code))
-    return f"{error.strerror}: {errno.errorcode.get(code, code)} ({reason})"
-
-
-@dataclass(frozen=True, slots=True)
-class DirectionStats:
-    """What one direction of a queue has done since it was opened."""
-
-    bytes: int
-    """Bytes transferred, each once."""
-    requests: int
-    """Requests that the kernel has answered, refused and short ones included."""
-    resumed: int
-    """Of them: short, and continued where they stopped."""
-    retried: int
-    """Of them: refused for the moment (EINTR, EAGAIN), and tried again."""
-    buffered: int
-    """Of them: through the page cache."""
-    failed: int
-    """Tickets that ended with an error."""
-    in_flight_max: int
-    """Requests in flight at once, at most: whether the queue depth was ever reached."""
-    seconds_busy: float
-    """Time during which at least one request of this direction was in flight."""
-    seconds_latency: float
-    """Sum over the requests of the time each was in flight."""
-    seconds_latency_max: float
-    """The longest that one request was in flight."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStats:
-    read: DirectionStats
-    write: DirectionStats
-    sync: DirectionStats
 
 
 class Ticket:
@@ -154,10 +49,11 @@ class Ticket:
     from the same memory waits for it, and an error only shows in ``Queue.stats()``.
     """
 
-    __slots__ = ("_core", "_queue", "operation")
+    __slots__ = ("_cancelled", "_core", "_queue", "operation")
 
     def __init__(self, core: _aio.Ticket | aio_python.Ticket, queue: Queue, operation: str) -> None:
         self._core, self._queue = core, queue
+        self._cancelled = False
         self.operation = operation
         """``"read"``, ``"write"`` or ``"fsync"``."""
 
@@ -179,6 +75,14 @@ class Ticket:
         """Whether the transfer is over, well or not. Never blocks, never raises."""
         return self._core.done()
 
+    def cancel(self) -> None:
+        """Give up what is not in flight of the transfer, which then ends with ECANCELED. Does not wait.
+
+        A transfer that is in flight as a whole, or done, ends as if nothing had been said.
+        """
+        self._cancelled = True
+        self._core.cancel()
+
     def wait(self, timeout: float | None = None) -> None:
         """Return when the transfer is over. Lets other Python threads run; Ctrl-C interrupts it.
 
@@ -193,7 +97,12 @@ class Ticket:
         self._queue._warn_if_not_direct()
         if self._core.error != 0:
             raise self._queue._failure(
-                self._core.error, self.operation, self.offset, self.size, done=self._core.bytes_done
+                self._core.error,
+                self.operation,
+                self.offset,
+                self.size,
+                done=self._core.bytes_done,
+                cancelled=self._cancelled,
             )
 
     def __repr__(self) -> str:
@@ -222,6 +131,10 @@ class Queue:
         request_bytes: int | Literal["auto"] = "auto",
         direct_io: Literal["auto", "required", "off"] = "auto",
         threads: int | Literal["auto"] = "auto",
+        sqpoll: bool = False,
+        bytes_pending_max: int | Literal["auto"] = "auto",
+        stall_seconds: float | Literal["auto"] = "auto",
+        timeout_seconds: float | Literal["auto"] = "auto",
         size: int | None = None,
         create: bool = True,
         mode: int = 0o600,
@@ -236,6 +149,14 @@ class Queue:
         direct_io: ``auto`` bypasses the page cache where the file system lets it; elsewhere it warns once and
             keeps the cache small. ``required`` fails there. ``off`` uses the page cache as it is.
         threads: of the ``threads`` backend (auto: 8, but no more than ``queue_depth``).
+        sqpoll: of ``io_uring``: a thread of the kernel picks requests up, and needs a core for it while there are
+            any. Where that is refused the log says so once, and all goes on without.
+        bytes_pending_max: bytes accepted and not done, at most; what exceeds them blocks the submitter, the
+            highest priority goes first when there is room again (auto: no limit).
+        stall_seconds: a wait that lasts longer is reported by a warning that names the oldest request in
+            flight, and goes on (auto: ``OFFLOAD_IO_STALL_SECONDS``, or 30).
+        timeout_seconds: a transfer that is older fails with ETIMEDOUT, if a request of the queue has been in
+            flight for so long, too (auto: ``OFFLOAD_IO_TIMEOUT_SECONDS``, or 600). Its buffer stays alive.
         size: preallocate this much, as :meth:`preallocate` does.
         create: make the file, with ``mode``, if it is not there. With ``create=False`` a file that may not be
             written is opened for reading only.
@@ -247,18 +168,32 @@ class Queue:
         if direct_io not in ("auto", "required", "off"):
             raise ConfigError(f"direct_io must be 'auto', 'required' or 'off', got {direct_io!r}")
         depth = _at_least_one("queue_depth", queue_depth, QUEUE_DEPTH)
+        self._timeout: Final = _seconds("timeout_seconds", timeout_seconds, TIMEOUT_SECONDS)
         self._core = self._open(
-            _candidates(backend),
+            candidates(backend),
             queue_depth=depth,
             request_bytes=_at_least_one("request_bytes", request_bytes, REQUEST_BYTES),
             direct_io=direct_io,
             threads=_at_least_one("threads", threads, min(THREADS, depth)),
+            sqpoll=sqpoll,
+            bytes_pending_max=_at_least_one("bytes_pending_max", bytes_pending_max, 0),
+            stall_seconds=_seconds("stall_seconds", stall_seconds, STALL_SECONDS),
+            timeout_seconds=self._timeout,
+            on_stall=functools.partial(_log_stall, self.path),
             create=create,
             mode=mode,
             faults=dict(faults) if faults is not None else None,
         )
         _open_queues.add(self)
         self._warn_if_not_direct()
+        if sqpoll and not self._core.sqpoll:
+            code = self._core.sqpoll_refused
+            why = (
+                f"{name_of(code)}: {os.strerror(code)}"
+                if code
+                else f"backend {self.backend} has no such thing"
+            )
+            log_once("sqpoll", f"submission by a kernel thread is refused ({why}); going on without")
         if size is not None:
             try:
                 self.preallocate(size)
@@ -266,36 +201,14 @@ class Queue:
                 self.close()
                 raise
 
-    def _open(
-        self,
-        candidates: list[str],
-        *,
-        queue_depth: int,
-        request_bytes: int,
-        direct_io: str,
-        threads: int,
-        create: bool,
-        mode: int,
-        faults: dict[str, int] | None,
-    ) -> _aio.Queue | aio_python.Queue:
-        for name in candidates:
-            core = aio_python.Queue if name == "python" else _aio.Queue
+    def _open(self, names: list[str], **settings: Any) -> _aio.Queue | aio_python.Queue:
+        for name, instead in zip(names, [*names[1:], None], strict=True):
             try:
-                return core(
-                    path=self.path,
-                    backend=name,
-                    queue_depth=queue_depth,
-                    request_bytes=request_bytes,
-                    direct_io=direct_io,
-                    threads=threads,
-                    create=create,
-                    mode=mode,
-                    faults=faults,
-                )
-            except _BackendErrors as error:
-                if name == candidates[-1]:
-                    raise OffloadError(f"I/O backend {name!r} cannot be used: {_explain(error)}") from error
-                _log_refusal(name, candidates[candidates.index(name) + 1], _explain(error))
+                return core_of(name)(path=self.path, backend=name, **settings)
+            except BackendErrors as error:
+                if instead is None:
+                    raise OffloadError(f"I/O backend {name!r} cannot be used: {explain(error)}") from error
+                log_once(name, f"I/O backend {name} is refused: {explain(error)}; using {instead}")
             except ValueError as error:
                 raise ConfigError(str(error)) from None
             except OSError as error:
@@ -305,17 +218,29 @@ class Queue:
     def read(self, buffer: Buffer, offset: int, *, priority: int = NEEDED) -> Ticket:
         """Fill ``buffer`` with the bytes at ``offset``. The file ending early is an error."""
         self._check(offset, priority)
-        return Ticket(self._core.read(buffer, offset, priority), self, "read")
+        try:
+            core = self._core.read(buffer, offset, priority)
+        except OSError as error:
+            raise self._not_accepted(error, "read", buffer, offset) from None
+        return Ticket(core, self, "read")
 
     def write(self, buffer: Buffer, offset: int, *, priority: int = NEEDED) -> Ticket:
         """Write ``buffer`` at ``offset``. It must not change until the ticket is done."""
         self._check(offset, priority)
-        return Ticket(self._core.write(buffer, offset, priority), self, "write")
+        try:
+            core = self._core.write(buffer, offset, priority)
+        except OSError as error:
+            raise self._not_accepted(error, "write", buffer, offset) from None
+        return Ticket(core, self, "write")
 
     def sync(self) -> Ticket:
         """Bring all writes submitted so far to stable storage. Their errors are in their own tickets."""
         self._check(0, NEEDED)
-        return Ticket(self._core.sync(), self, "fsync")
+        try:
+            core = self._core.sync()
+        except OSError as error:
+            raise self._not_accepted(error, "fsync", b"", 0) from None
+        return Ticket(core, self, "fsync")
 
     def preallocate(self, size: int) -> None:
         """Make the file at least ``size`` bytes long, with its space reserved. Raises if there is too little.
@@ -336,12 +261,37 @@ class Queue:
                 self.path,
             )
 
+    def register(self, buffer: Buffer) -> bool:
+        """Prepare writable memory, best a whole slab, for transfers to and from any part of it.
+
+        With ``io_uring`` such a transfer costs half the CPU time. The memory is locked, and kept alive, until
+        :meth:`unregister` or the end of :meth:`close`; a ``fork`` meanwhile copies it. False where it stays
+        as it was: with other backends, and over the limit on locked memory, which is logged once.
+        """
+        self._check(0, NEEDED)
+        code = self._core.register(buffer)
+        if code not in (0, errno.ENOTSUP):
+            size = format_bytes(memoryview(buffer).nbytes)
+            why = memlock_hint() if code == errno.ENOMEM else os.strerror(code)
+            log_once(
+                "register",
+                f"memory is not registered with io_uring: {name_of(code)} for {size} ({why}); "
+                "transfers go on without, at more CPU time",
+            )
+        return code == 0
+
+    def unregister(self, buffer: Buffer) -> None:
+        """Unlock and let go of what :meth:`register` was given."""
+        self._check(0, NEEDED)
+        self._core.unregister(buffer)
+
     def stats(self) -> QueueStats:
         stats = self._core.stats()
         return QueueStats(
             read=DirectionStats(**stats["read"]),
             write=DirectionStats(**stats["write"]),
             sync=DirectionStats(**stats["sync"]),
+            cpu_seconds=stats["cpu_seconds"],
         )
 
     @property
@@ -375,7 +325,13 @@ class Queue:
         ECANCELED. Ctrl-C during close turns it into ``cancel``; a queue that is dropped is closed so.
         """
         self._closed = True
-        self._core.close(cancel)
+        if not self._core.close(cancel):
+            logger.error(
+                "%s: closed with requests that were not answered within %g s; a thread, the file and the "
+                "buffers concerned stay until the process ends",
+                self.path,
+                self._timeout,
+            )
 
     def __enter__(self) -> Queue:
         return self
@@ -406,12 +362,17 @@ class Queue:
             "%s: direct I/O is refused (%s: %s); going through the page cache, which costs speed and memory "
             "(direct_io='required' makes this an error)",
             self.path,
-            errno.errorcode.get(code, code),
+            name_of(code),
             os.strerror(code),
         )
 
-    def _failure(self, code: int, operation: str, offset: int, size: int, *, done: int) -> TransferError:
-        hint = self._hint(code, operation)
+    def _not_accepted(self, error: OSError, operation: str, buffer: Buffer, offset: int) -> TransferError:
+        return self._failure(error.errno or 0, operation, offset, memoryview(buffer).nbytes, done=0)
+
+    def _failure(
+        self, code: int, operation: str, offset: int, size: int, *, done: int, cancelled: bool = False
+    ) -> TransferError:
+        hint = "it was cancelled" if cancelled and code == errno.ECANCELED else self._hint(code, operation)
         return TransferError(code, operation, self.path, offset=offset, size=size, done=done, hint=hint)
 
     def _hint(self, code: int, operation: str) -> str:
@@ -425,6 +386,11 @@ class Queue:
         if code == errno.ENODATA and operation == "read":
             with contextlib.suppress(OSError):
                 return f"the file ends at {Path(self.path).stat().st_size} bytes"
+        if code == errno.ETIMEDOUT:
+            return (
+                f"a request has not been answered for {self._timeout:g} s; is the drive still there? "
+                "The memory stays in use"
+            )
         if code == errno.ECANCELED:
             return "the queue was closed before it was its turn"
         if code == errno.EBADF and operation == "write":
@@ -432,18 +398,6 @@ class Queue:
         if code == errno.EINVAL and operation == "open with O_DIRECT":
             return "the file system has no direct I/O; direct_io='auto' goes through the page cache"
         return ""
-
-
-def _candidates(backend: str) -> list[str]:
-    names = _names()
-    if backend != "auto" and backend not in names:
-        raise ConfigError(f"backend must be 'auto' or one of {', '.join(map(repr, names))}, got {backend!r}")
-    if _missing and backend == "auto":
-        _log_refusal("auto", "python", _missing)
-        return ["python"]
-    if _missing and backend != "python":
-        raise OffloadError(f"I/O backend {backend!r} cannot be used: {_missing}")
-    return names if backend == "auto" else [backend]
 
 
 def _at_least_one(name: str, value: int | Literal["auto"], auto: int) -> int:
@@ -454,22 +408,36 @@ def _at_least_one(name: str, value: int | Literal["auto"], auto: int) -> int:
     return value
 
 
+def _seconds(name: str, value: float | Literal["auto"], auto: tuple[str, float]) -> float:
+    variable, default = auto
+    given = os.environ.get(variable, default) if value == "auto" else value
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not seconds > 0:
+        source = variable if value == "auto" else name
+        raise ConfigError(f"{source} must be a number of seconds above 0, got {given!r}")
+    return seconds
+
+
+def _log_stall(
+    path: str, what: str, seconds: float, backend: str, oldest: tuple[str, int, int, float] | None
+) -> None:
+    request = "nothing is in flight"
+    if oldest is not None:
+        operation, offset, size, age = oldest
+        request = f"the oldest request is a {operation} of {size} bytes at offset {offset}, for {age:.1f} s"
+    logger.warning(
+        "%s: waiting for %s since %.1f s; %s (%s); still waiting", path, what, seconds, request, backend
+    )
+
+
 def _free_space(path: str) -> str:
     with contextlib.suppress(OSError):
         about = os.statvfs(path)
         return f"{format_bytes(about.f_bavail * about.f_frsize)} free on its file system"
     return ""
-
-
-_refusals_logged: set[str] = set()
-
-
-def _log_refusal(name: str, instead: str, reason: str) -> None:
-    """Once per process: a job opens many queues, and all meet the same refusal."""
-    if name in _refusals_logged:
-        return
-    _refusals_logged.add(name)
-    logger.warning("I/O backend %s is refused: %s; using %s", name, reason, instead)
 
 
 # Threads and descriptors are gone before the interpreter takes its modules apart.
