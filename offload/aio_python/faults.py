@@ -143,6 +143,10 @@ class FaultyEngine:
         self._next = max(self._next, time.monotonic() - 0.005) + result / self._plan.bytes_per_second
         time.sleep(max(0.0, self._next - time.monotonic()))
 
+    @property
+    def cpu_seconds(self) -> float:
+        return self._inner.cpu_seconds
+
     def wake(self) -> None:
         self._inner.wake()
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .engines import Engine, Operation, make_engine
 from .faults import FaultPlan, FaultyEngine
@@ -72,6 +73,8 @@ class Queue:
     """All transfers of one file, in the process that opened it."""
 
     backend = "python"
+    sqpoll, sqpoll_refused = False, 0
+    """There is no such thing here."""
 
     def __init__(
         self,
@@ -82,6 +85,7 @@ class Queue:
         request_bytes: int,
         direct_io: str,
         threads: int,
+        sqpoll: bool,
         create: bool,
         mode: int,
         faults: dict[str, int] | None = None,
@@ -135,6 +139,14 @@ class Queue:
         self._require_owned()
         return self._add("fsync", None, 0, 0)
 
+    def register(self, buffer: Buffer) -> int:
+        """Says that memory is used as it is."""
+        self._require_owned()
+        return errno.ENOTSUP
+
+    def unregister(self, buffer: Buffer) -> None:
+        self._require_owned()
+
     def _view_of(self, buffer: Buffer) -> memoryview:
         self._require_owned()
         view = memoryview(buffer)
@@ -183,10 +195,15 @@ class Queue:
                 with self._file_lock:
                     self._file.close()
 
-    def stats(self) -> dict[str, dict[str, float]]:
+    def stats(self) -> dict[str, Any]:
         self._require_owned()
         stats = self._the_worker.stats
-        return {"read": stats.read("read"), "write": stats.read("write"), "sync": stats.read("fsync")}
+        return {
+            "read": stats.read("read"),
+            "write": stats.read("write"),
+            "sync": stats.read("fsync"),
+            "cpu_seconds": self._the_worker.cpu_seconds,
+        }
 
     @property
     def alignment(self) -> int:

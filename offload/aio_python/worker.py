@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from .engines import Engine, Request, start_thread
+from .engines import Engine, IoThread, Request
 from .file import File
 from .schedule import Piece, Schedule, Transfer
 from .stats import Stats
@@ -42,10 +42,10 @@ class Worker:
         self._stopping = self._cancelling = False
         self._stop_seen = self._cancel_seen = False
         self.exited = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="offload.aio", daemon=True)
+        self._thread = IoThread(self._run)
 
     def start(self) -> None:
-        start_thread(self._thread)
+        self._thread.start()
 
     def add(self, transfer: Transfer) -> bool:
         """False where the worker is stopping."""
@@ -71,6 +71,11 @@ class Worker:
         if threading.current_thread() is not self._thread:
             self.exited.wait()
             self._thread.join()
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Of its thread and those of the engine."""
+        return self._thread.cpu_seconds + self._engine.cpu_seconds
 
     def _rouse(self) -> None:
         if self._sleeping:  # one wake is enough
