@@ -13,14 +13,9 @@ the file, one of them a write, have no defined order.
 The only package that touches the compiled core. Where that cannot be loaded, all goes through `aio_python`.
 """
 
-import contextlib
-
 from .queue import NEEDED, PREFETCH, QUEUE_DEPTH, REQUEST_BYTES, THREADS, WRITE_BACK, Queue, Ticket
 from .refusals import backends, probe
 from .stats import DirectionStats, QueueStats
-
-with contextlib.suppress(ImportError):  # `refusals` says so
-    from .. import _aio as _aio
 
 __all__ = [
     "NEEDED",

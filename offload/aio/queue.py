@@ -15,16 +15,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from .. import aio_python
 from ..bytesize import MiB, format_bytes
 from ..errors import ConfigError, OffloadError, TransferError
-from .refusals import BackendErrors, candidates, core_of, explain, log_once, memlock_hint, name_of
+from .refusals import BackendErrors, candidates, explain, log_once, memlock_hint, name_of, open_core
 from .stats import DirectionStats, QueueStats
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from .. import _aio
+    from .. import _aio, aio_python
 
 logger = logging.getLogger("offload.aio")
 
@@ -204,7 +203,7 @@ class Queue:
     def _open(self, names: list[str], **settings: Any) -> _aio.Queue | aio_python.Queue:
         for name, instead in zip(names, [*names[1:], None], strict=True):
             try:
-                return core_of(name)(path=self.path, backend=name, **settings)
+                return open_core(name, self.path, **settings)
             except BackendErrors as error:
                 if instead is None:
                     raise OffloadError(f"I/O backend {name!r} cannot be used: {explain(error)}") from error

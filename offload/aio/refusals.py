@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 from .. import aio_python
 from ..bytesize import format_bytes
@@ -23,19 +24,11 @@ except ImportError as refused:
 
 logger = logging.getLogger("offload.aio")
 
-COMPILED = ("io_uring", "libaio", "threads")
-"""What a build offers, for where none can be asked."""
 BackendErrors = (aio_python.BackendError, *(() if _missing else (_aio.BackendError,)))
-"""What an opening raises where the machine refuses the backend."""
+"""Raised by :func:`open_core` where a backend is refused."""
 
-
-def core_of(backend: str) -> type[_aio.Queue] | type[aio_python.Queue]:
-    """Whose queue it is that has the backend."""
-    return aio_python.Queue if backend == "python" else _aio.Queue
-
-
-def _names() -> list[str]:
-    return [*(COMPILED if _missing else _aio.backend_names()), "python"]
+_COMPILED = ("io_uring", "libaio", "threads")
+"""What a build offers, for where none can be asked."""
 
 
 def probe() -> dict[str, str | None]:
@@ -53,7 +46,7 @@ def candidates(backend: str) -> list[str]:
 
     Raises:
         ConfigError: there is none of this name.
-        OffloadError: it needs the compiled core, which cannot be loaded.
+        OffloadError: it is compiled, and nothing is.
     """
     names = _names()
     if backend != "auto" and backend not in names:
@@ -64,6 +57,12 @@ def candidates(backend: str) -> list[str]:
     if _missing and backend != "python":
         raise OffloadError(f"I/O backend {backend!r} cannot be used: {_missing}")
     return names if backend == "auto" else [backend]
+
+
+def open_core(backend: str, path: str, **settings: Any) -> _aio.Queue | aio_python.Queue:
+    """The queue behind a :class:`Queue`, compiled or in Python."""
+    kind = aio_python.Queue if backend == "python" else _aio.Queue
+    return kind(path=path, backend=backend, **settings)
 
 
 def explain(error: OSError) -> str:
@@ -93,6 +92,10 @@ def log_once(topic: str, text: str) -> None:
 
 
 _logged: set[str] = set()
+
+
+def _names() -> list[str]:
+    return [*(_COMPILED if _missing else _aio.backend_names()), "python"]
 
 
 def _refusal(name: str) -> str | None:

@@ -152,14 +152,14 @@ def test_i10_direct_io_refused_at_the_first_transfer(swap_path, monkeypatch):
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOMEM, errno.ENOSYS])
 def test_i13_io_uring_refused(swap_path, monkeypatch, caplog, code):
     """The engine goes on with the next backend and says why, once, whatever the number of files."""
-    real = aio._aio.Queue
+    real = aio.refusals._aio.Queue
 
     def refusing(*, backend, **settings):
         if backend == "io_uring":
-            raise aio._aio.BackendError(code, "io_uring_setup")
+            raise aio.refusals._aio.BackendError(code, "io_uring_setup")
         return real(backend=backend, **settings)
 
-    monkeypatch.setattr(aio._aio, "Queue", refusing)
+    monkeypatch.setattr(aio.refusals._aio, "Queue", refusing)
     monkeypatch.setattr(aio.refusals, "_logged", set())
     with caplog.at_level(logging.WARNING):
         first, second = trained(swap_path), trained(swap_path)
