@@ -13,7 +13,13 @@ the file, one of them a write, have no defined order.
 The only package that touches the compiled core.
 """
 
-from .. import _aio as _aio
+try:
+    from .. import _aio as _aio
+except ImportError as missing:
+    raise ImportError(
+        f"the I/O core (offload._aio) cannot be loaded: {missing}; build it with `pip install -e .`"
+    ) from missing
+
 from .queue import NEEDED, PREFETCH, WRITE_BACK, Queue, Ticket
 from .refusals import backends, probe
 from .stats import DirectionStats, QueueStats

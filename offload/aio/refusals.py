@@ -9,15 +9,9 @@ import os
 import resource
 from pathlib import Path
 
+from .. import _aio
 from ..bytesize import format_bytes
 from ..errors import ConfigError
-
-try:
-    from .. import _aio
-except ImportError as missing:
-    raise ImportError(
-        f"the I/O core (offload._aio) cannot be loaded: {missing}; build it with `pip install -e .`"
-    ) from missing
 
 logger = logging.getLogger("offload.aio")
 
