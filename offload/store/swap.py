@@ -29,7 +29,13 @@ class SwapStore:
     """One run's planes on NVMe. Open it with :meth:`open`, close it to remove it."""
 
     def __init__(
-        self, drives: Sequence[Drive], layout: StoreLayout, plan: MemoryPlan, ledger: Ledger, *, verify: bool
+        self,
+        drives: Sequence[Drive],
+        layout: StoreLayout,
+        plan: MemoryPlan,
+        ledger: Ledger,
+        *,
+        verify: bool = False,
     ) -> None:
         self._drives, self._layout, self._plan, self._ledger = drives, layout, plan, ledger
         self._sums = Checksums(layout, plan) if verify else None
