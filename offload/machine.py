@@ -21,7 +21,6 @@ from typing import Any
 
 from . import aio
 from .blockdevice import device_under
-from .bytesize import format_bytes
 from .config.kinds import SwapPath
 from .config.schema import Aio
 from .errors import ConfigError
@@ -54,10 +53,6 @@ class IoSettings:
     block_size: int
     queue_depth: int
     thread_count: int
-
-    def __str__(self) -> str:
-        """``io_uring, 1.00 MiB x 32``."""
-        return f"{self.backend}, {format_bytes(self.block_size)} x {self.queue_depth}"
 
 
 @dataclass(frozen=True, slots=True)

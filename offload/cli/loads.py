@@ -272,6 +272,11 @@ def _buffer(size: int) -> mmap.mmap:
     return buffer
 
 
+def settings_text(settings: IoSettings) -> str:
+    """``io_uring 1 MiB x 32``."""
+    return f"{settings.backend} {size_text(settings.block_size)} x {settings.queue_depth}"
+
+
 def size_text(size: int) -> str:
     """A size of requests, which is a round number: ``4 MiB``, ``256 KiB``."""
     return f"{size // MiB} MiB" if size % MiB == 0 else f"{size // KiB} KiB"

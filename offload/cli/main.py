@@ -244,3 +244,32 @@ def doctor(
         from .doctor import run
 
         run(paths or [], as_json=as_json)
+
+
+bench = typer.Typer(help="Measure a part of the engine on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("io")
+def bench_io(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A directory on the drive.", show_default=False)
+    ],
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each, in turns.")] = 5,
+    max_write: Annotated[
+        str, typer.Option("--max-write", metavar="SIZE", help="Most that is written to the drive.")
+    ] = "32GiB",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only plain lines.")] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Measure reading, writing and the mixed load of a step, with the settings a run would have here.
+
+    Beside fio, in turns and on the same file, where it is installed. The file vanishes whatever happens.
+    """
+    with Failures(traceback):
+        from .bench import Request, run
+
+        run(Request(path=path, rounds=rounds, max_write=max_write, json=as_json, quiet=quiet))

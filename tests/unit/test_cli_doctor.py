@@ -249,7 +249,7 @@ def test_a_drive_without_faults(tmp_path: Path) -> None:
     assert facts["I/O scheduler"].value == "none"
     assert facts["read-ahead"].value == "128 KiB; direct I/O does without it"
     assert facts["free space"].value == "500 GiB of 1.00 TiB"
-    assert facts["tuned"].value == "io_uring, 1 MiB x 32: read 3.00, write 2.00, mixed 2.50 GB/s (2026-11-30)"
+    assert facts["tuned"].value == "io_uring 1 MiB x 32: read 3.00, write 2.00, mixed 2.50 GB/s (2026-11-30)"
 
 
 DRIVE_HINTS = {
