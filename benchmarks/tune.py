@@ -32,6 +32,8 @@ from offload.machine import IoSettings
 
 from . import harness
 
+BEST = "best of the sweep"
+
 
 class Cells:
     """GB/s of settings at loads, each measured once or more."""
@@ -96,7 +98,7 @@ def share_of_best(cells: Cells, load: str, one: IoSettings) -> float:
 def rows_of(load: str, cells: Cells, outcome: tool.Outcome) -> Iterator[dict[str, Any]]:
     """The choice, the defaults and the best of the sweep at one load."""
     (best,) = cells.best(load, 1)
-    named = {"tune": outcome.best, "the defaults": outcome.search.default, "best of the sweep": best}
+    named = {"tune": outcome.best, "the defaults": outcome.search.default, BEST: best}
     for name, one in named.items():
         rates = cells.rates[one, load]
         yield {
@@ -155,7 +157,7 @@ def as_text(report: dict[str, Any], command: str) -> str:
     )
     rows = [
         (f"{row['load']}, {row['what']}", row["settings"], f"{row['gb_per_second']:.2f}", f"{row['min']:.2f}",
-         f"{row['max']:.2f}", f"{100 * row['share']:.1f} %")
+         f"{row['max']:.2f}", "" if row["what"] == BEST else f"{100 * row['share']:.1f} %")
         for row in report["rows"]
     ]  # fmt: skip
     lines.append(harness.table(("load", "settings", "median", "min", "max", "of the best"), rows))

@@ -86,7 +86,10 @@ def profile_path() -> Path | None:
     if given is not None:
         return None if given.strip().lower() in ("", "off", "none", "0") else Path(given).expanduser()
     home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(home).expanduser() / "offload" / "machine.json"
+    try:
+        return Path(home).expanduser() / "offload" / "machine.json"
+    except RuntimeError:  # a user without a home, as in containers
+        return None
 
 
 def load(path: Path | None = None) -> list[Tuned]:
@@ -184,8 +187,10 @@ def resolve(settings: Aio, paths: Sequence[SwapPath]) -> tuple[Aio, tuple[SwapPa
 def _find(entries: Sequence[Tuned], path: str) -> Tuned | None:
     """The entry for the drive under a path, or under the directory in which it will be made."""
     place = Path(os.path.abspath(os.path.expanduser(path)))
-    existing = next(folder for folder in (place, *place.parents) if folder.exists())
-    drive = drive_of(existing)
+    try:
+        drive = drive_of(next(folder for folder in (place, *place.parents) if folder.exists()))
+    except OSError:  # whoever opens the path says what is wrong with it
+        return None
     entry = next((entry for entry in entries if entry.drive == drive), None)
     if entry is None:
         other = next((entry for entry in entries if entry.drive.source == drive.source), None)

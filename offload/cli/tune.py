@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from ..machine import DriveId, IoSettings, Tuned, drive_of
 from ..metrics import mount_of
 from .failures import Stopped, StopSignals
 from .loads import FILE_BYTES, LOADS, Rig, Sample, ScratchFile, check_directory, size_that_fits
+from .outputs import check_writable
 from .plan import DRIVE_LIFE_BYTES
 from .progress import Display, make_display
 from .search import ROUNDS, OutOfBudget, Search, candidates
@@ -135,8 +137,13 @@ def check(request: Request) -> tuple[int, list[Path]]:
     if request.config is not None:
         paths = paths or _paths_in(request.config)
         _check_config(request.config)
-    elif machine.profile_path() is None:
-        raise ConfigError(f"{machine.ENVIRONMENT} is off: nowhere to write the result; give --config FILE")
+    elif (profile := machine.profile_path()) is None:
+        raise ConfigError(
+            f"there is no machine profile ({machine.ENVIRONMENT} is off, or no home directory): nowhere to write"
+            " the result; give --config FILE"
+        )
+    else:
+        check_writable(profile.parent, "the machine profile in")
     if not paths:
         raise ConfigError("no path: give directories on the drives, or --config FILE that names some")
     if request.plot is not None:
@@ -164,6 +171,7 @@ def _paths_in(config: Path) -> list[Path]:
 def _check_config(config: Path) -> None:
     if config.exists():
         OffloadConfig.from_file(config)
+        check_writable(Path(os.path.realpath(config)).parent, "--config")
     elif not config.absolute().parent.is_dir():
         raise ConfigError(f"--config {config}: {config.absolute().parent} is not a directory")
 

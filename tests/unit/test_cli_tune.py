@@ -221,8 +221,19 @@ def test_no_place_for_the_result(drive: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "nowhere to write the result; give --config FILE" in tune(drive, status=2).output
 
 
+def test_a_result_that_could_not_be_written(
+    drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK or Path(path) == drive)
+    output = tune(drive, "--config", tmp_path / "run.json", status=2).output
+    assert output.startswith(f"error: --config {tmp_path}: ") and "is not writable by this user" in output
+    assert "the machine profile in " in tune(drive, status=2).output
+
+
 def test_a_directory_that_may_not_be_written(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK)  # root may write anywhere
+    # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK or Path(path) != drive)
     assert (
         tune(drive, status=2).output
         == f"error: {drive}: is not writable by this user; give another directory\n"
