@@ -28,6 +28,7 @@ from .loads import (
     Sample,
     ScratchFile,
     check_directory,
+    default_settings,
     settings_text,
     size_that_fits,
 )
@@ -121,11 +122,11 @@ def check(request: Request) -> int:
 def settings_here(path: Path) -> IoSettings:
     """As a run would have them: from the machine profile, or the defaults."""
     found, _ = machine.resolve(Aio(), [SwapPath(str(path))])
-    backend = aio.backends()[0] if found.backend == "auto" else found.backend
-    threads = aio.THREADS if found.thread_count == "auto" else found.thread_count
-    depth = aio.QUEUE_DEPTH if found.queue_depth == "auto" else found.queue_depth
-    block = aio.REQUEST_BYTES if found.block_size == "auto" else found.block_size
-    return IoSettings(backend, block, threads if backend == "threads" else depth, threads)
+    default = default_settings(aio.backends()[0] if found.backend == "auto" else found.backend)
+    block = default.block_size if found.block_size == "auto" else found.block_size
+    depth = default.queue_depth if found.queue_depth == "auto" else found.queue_depth
+    threads = default.thread_count if found.thread_count == "auto" else found.thread_count
+    return IoSettings(default.backend, block, depth, threads)
 
 
 def measure(path: Path, fio: Fio | None, display: Display, *, rounds: int, max_write: int) -> Result:

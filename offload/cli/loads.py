@@ -272,6 +272,12 @@ def _buffer(size: int) -> mmap.mmap:
     return buffer
 
 
+def default_settings(backend: str) -> IoSettings:
+    """What a queue takes for "auto". The backend `threads` has as many requests in flight as threads."""
+    threads = 8 if backend == "threads" else 1
+    return IoSettings(backend, 1 * MiB, threads if threads > 1 else 32, threads)
+
+
 def settings_text(settings: IoSettings) -> str:
     """``io_uring 1 MiB x 32``."""
     return f"{settings.backend} {size_text(settings.block_size)} x {settings.queue_depth}"

@@ -171,7 +171,7 @@ def tune(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="PATH...",
+            metavar="PATH",
             help="Directories on the drives to tune. Default: those that the configuration names.",
             show_default=False,
         ),
@@ -208,8 +208,8 @@ def tune(
 ) -> None:
     """Find the fastest way to read and write the swap files on a drive, in under 30 seconds.
 
-    Tries I/O backends, request sizes, queue depths and threads with the loads of a training step, beside the page
-    cache, in a test file that vanishes whatever happens. With several paths it also measures their weights.
+    Tries backends, request sizes, queue depths and threads with the loads of a training step, past the page cache.
+    The test file vanishes whatever happens. With several paths it also measures the weights they should have.
     """
     with Failures(traceback):
         from .tune import Request, run
@@ -231,7 +231,7 @@ def tune(
 def doctor(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="PATH...", help="Swap paths to look at as well.", show_default=False),
+        typer.Argument(metavar="PATH", help="Swap paths to look at as well.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
     traceback: TracebackOption = False,

@@ -18,7 +18,16 @@ from ..errors import ConfigError
 from ..machine import DriveId, IoSettings, Tuned, drive_of
 from ..metrics import mount_of
 from .failures import Stopped, StopSignals
-from .loads import FILE_BYTES, LOADS, Rig, Sample, ScratchFile, check_directory, size_that_fits
+from .loads import (
+    FILE_BYTES,
+    LOADS,
+    Rig,
+    Sample,
+    ScratchFile,
+    check_directory,
+    default_settings,
+    size_that_fits,
+)
 from .outputs import check_writable
 from .plan import DRIVE_LIFE_BYTES
 from .progress import Display, make_display
@@ -213,7 +222,7 @@ def tune_path(path: Path, display: Display, *, seconds: float, max_write: int) -
     """
     begin = time.monotonic()
     budget = _Budget(begin + seconds, max_write)
-    default = _defaults(_backends()[0])
+    default = default_settings(_backends()[0])
     size = size_that_fits(path, min(FILE_BYTES, max_write // 8 // MiB * MiB))
     with ScratchFile(path, size) as file:
         rig = Rig(file)
@@ -263,12 +272,6 @@ def _backends() -> list[str]:
     """Those to choose among: the one in Python is for machines where the others cannot be built."""
     usable = aio.backends()
     return [name for name in usable if name != "python"] or usable
-
-
-def _defaults(backend: str) -> IoSettings:
-    """What "auto" is without a profile. The backend `threads` has as many requests in flight as threads."""
-    threads = aio.THREADS if backend == "threads" else 1
-    return IoSettings(backend, aio.REQUEST_BYTES, threads if threads > 1 else aio.QUEUE_DEPTH, threads)
 
 
 def _trial_bytes(budget: _Budget, rig: Rig, warm: Sample, settings: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from offload.bytesize import MiB
 from offload.cli import bench as cli_bench
 from offload.cli.bench import settings_here
 from offload.cli.fio import Fio
-from offload.cli.loads import LOADS, Rig, ScratchFile
+from offload.cli.loads import LOADS, Rig, ScratchFile, default_settings
 from offload.cli.main import app
 from offload.machine import IoSettings
 
@@ -164,11 +165,20 @@ def test_the_real_fio_moves_what_it_is_told(drive: Path) -> None:
 
 def test_settings_are_those_of_a_run(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     default = settings_here(drive)
-    assert (default.backend, default.block_size) == (aio.backends()[0], aio.REQUEST_BYTES)
+    assert default == default_settings(aio.backends()[0])
     monkeypatch.setenv(machine.ENVIRONMENT, str(tmp_path / "profile.json"))
     tuned = IoSettings("threads", 2 * MiB, 6, 6)
     machine.save([machine.Tuned(machine.drive_of(drive), str(drive), tuned, {}, 1.0, "2026-11-30")])
     assert settings_here(drive) == tuned
+
+
+@pytest.mark.parametrize("backend", aio.backends())
+def test_the_defaults_are_those_of_a_queue(drive: Path, backend: str) -> None:
+    settings, buffer = default_settings(backend), mmap.mmap(-1, 4 * MiB)
+    with ScratchFile(drive, 8 * MiB) as file, aio.Queue(file.path_for(), backend=backend) as queue:
+        assert queue.queue_depth == settings.queue_depth
+        queue.write(buffer, 0).wait()
+        assert queue.stats().write.requests == -(-len(buffer) // settings.block_size)
 
 
 @pytest.mark.usefixtures("no_fio")
