@@ -8,6 +8,7 @@ PYLIB  := $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_paths()["s
 
 export HF_HUB_OFFLINE = 1
 
+PYTEST := $(BIN)/python -m pytest -m "not soak" -n auto --maxprocesses 4 --dist loadfile
 SEEDS ?= $(shell seq 0 19)
 
 .PHONY: demo demo-1b test lint format soak simulated bench clean
@@ -19,13 +20,13 @@ demo-1b: $(STAMP)  ## 1.1 billion parameters, everything on NVMe, in 2.5 GiB of 
 	$(BIN)/offload finetune swap_configs/nvme_all.json --model preset:1b --data $(PYLIB) --steps 5 --seq 256
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not soak" -n auto --maxprocesses 4 --dist loadfile
+	$(PYTEST)
 
 soak: $(STAMP) simulated
 	$(BIN)/python -m pytest -m soak
 
 simulated: $(STAMP)  ## the suites of step and cases on the simulated accelerator, once for each of SEEDS
-	for seed in $(SEEDS); do OFFLOAD_ACCELERATOR=simulated:$$seed $(BIN)/python -m pytest tests/step tests/cases || exit 1; done
+	for seed in $(SEEDS); do OFFLOAD_ACCELERATOR=simulated:$$seed $(PYTEST) tests/step tests/cases || exit 1; done
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

@@ -16,7 +16,11 @@ class DirectionDict(TypedDict):
     failed: int
     in_flight_max: int
     seconds_busy: float
+    seconds_at_depth: dict[int, float]
     seconds_latency: float
+    seconds_latency_p50: float
+    seconds_latency_p90: float
+    seconds_latency_p99: float
     seconds_latency_max: float
 
 @type_check_only
@@ -24,6 +28,7 @@ class StatsDict(TypedDict):
     read: DirectionDict
     write: DirectionDict
     sync: DirectionDict
+    cpu_seconds: float
 
 class Ticket:
     def done(self) -> bool: ...
@@ -51,6 +56,7 @@ class Queue:
         request_bytes: int,
         direct_io: str,
         threads: int,
+        sqpoll: bool,
         create: bool,
         mode: int,
         faults: dict[str, int] | None = None,
@@ -58,6 +64,8 @@ class Queue:
     def read(self, buffer: Buffer, offset: int, priority: int) -> Ticket: ...
     def write(self, buffer: Buffer, offset: int, priority: int) -> Ticket: ...
     def sync(self) -> Ticket: ...
+    def register(self, buffer: Buffer) -> int: ...
+    def unregister(self, buffer: Buffer) -> None: ...
     def preallocate(self, size: int) -> bool: ...
     def close(self, cancel: bool) -> None: ...
     def stats(self) -> StatsDict: ...
@@ -69,6 +77,10 @@ class Queue:
     def direct_error(self) -> int: ...
     @property
     def backend(self) -> str: ...
+    @property
+    def sqpoll(self) -> bool: ...
+    @property
+    def sqpoll_refused(self) -> int: ...
     @property
     def queue_depth(self) -> int: ...
 

@@ -93,8 +93,9 @@ def prepare(
         plan = MemoryPlan.build(placement_of(settings, device_free_bytes=free_bytes), inventory)
         store = None
         if paths := swap_paths_of(settings):
+            verify = settings.durability.verify == "always"
             aio, weighted = machine.resolve(settings.aio, paths.all)
-            store = SwapStore.open(dataclasses.replace(paths, all=weighted), plan, aio, ledger)
+            store = SwapStore.open(dataclasses.replace(paths, all=weighted), plan, aio, ledger, verify=verify)
             undo.callback(store.close)
         engine = OffloadEngine(
             partition,

@@ -31,7 +31,7 @@ import torch
 
 from .accel import Accelerator
 from .errors import OffloadError, TransferError
-from .gradients import PassingGradients, WaitingGradients, explain_not_finite, square_sums
+from .gradients import PassingGradients, WaitingGradients, explain_not_finite
 from .homes import Source, Tiers, bring_home, make_gradients, make_states, make_weights
 from .ledger import Ledger
 from .optim import Adam, DeviceAdam
@@ -248,10 +248,10 @@ class OffloadEngine:
 
     def _update_passing(self, unit: int, passing: PassingGradients) -> None:
         plane, params = passing.plane(unit), passing.present(unit)
-        whole = passing.is_complete(unit)
+        sums = passing.square_sums(unit)
 
         def check() -> None:
-            squares = square_sums(plane, params, whole=whole)
+            squares = sums.values()
             if not math.isfinite(math.fsum(squares)):
                 grads = ((stored, stored.view_elements(plane)) for stored in params)
                 raise OffloadError(
@@ -263,7 +263,7 @@ class OffloadEngine:
 
         self._updated.add(unit)
         update = self._unit_update(unit, plane, params, 1.0, passing.release)
-        update.arrived, update.on_begin = passing.arrived(unit), check
+        update.arrived, update.on_begin = sums, check
         self.pipeline.enqueue(update, in_backward=True)
         hold = self._holds.pop(unit, None)
         if hold is not None:

@@ -25,9 +25,9 @@ from torch.utils import _pytree as pytree
 
 from .errors import ConfigError, OffloadError
 from .landing import Landing
-from .links import Ticket
 from .optim import block_square_sums
 from .partition import GATHER_LOSS, Partition, StoredParam
+from .squares import SquareSums, UnitSquares, pieces_of
 
 GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
 _DESCRIPTIONS = {
@@ -222,15 +222,18 @@ class PassingGradients:
         landing: Landing,
         wait_for_slot: Callable[[list[int]], None],
         *,
+        sums: SquareSums,
         on_device: Collection[int] = (),
     ) -> None:
         """
         Args:
             slots: bytes for gradients that wait in host memory, and for those that wait on the device.
+            sums: makes their sums of squares.
             on_device: units that are updated on the device.
             wait_for_slot: called while no slot is free; returns when one may have become free.
         """
         self._partition, self._landing, self._on_device = partition, landing, on_device
+        self._sums = sums
         self._slots = [[piece.view(GRAD_DTYPES[grad_itemsize]) for piece in pieces] for pieces in slots]
         self._planes: dict[int, torch.Tensor] = {}
         self._present: dict[int, list[StoredParam]] = {}
@@ -283,9 +286,15 @@ class PassingGradients:
     def plane(self, unit: int) -> torch.Tensor:
         return self._planes[unit]
 
-    def arrived(self, unit: int) -> Ticket:
-        """Done when all gradients that were taken for the unit are in its slot."""
-        return self._landing.arrived(unit)
+    def square_sums(self, unit: int) -> UnitSquares:
+        """Done when all gradients that were taken for the unit are in its slot, and their sums of squares there."""
+        end = max(stored.placed.end for stored in self._partition.trained[unit])  # the slot may go on
+        return self._sums.start(
+            self._planes[unit][:end],
+            self.present(unit),
+            whole=self.is_complete(unit),
+            arrived=self._landing.arrived(unit),
+        )
 
     def release(self, unit: int) -> None:
         """Gives the unit's slot back and shows its gradients as absent."""
@@ -322,18 +331,6 @@ class PassingGradients:
         self.clear_absent()
         self._planes.clear()
         self._slots.clear()
-
-
-def square_sums(plane: torch.Tensor, params: list[StoredParam], *, whole: bool) -> list[float]:
-    """Block sums of squares of a unit's gradients."""
-    return block_square_sums(pieces_of(plane, params, whole=whole))
-
-
-def pieces_of(plane: torch.Tensor, params: list[StoredParam], *, whole: bool) -> list[torch.Tensor]:
-    """What of a unit's plane is gradients: all of it where ``whole``, as padding is zero and counts for nothing."""
-    if whole:
-        return [plane] if params else []
-    return [plane[stored.placed.begin : stored.placed.end] for stored in params]
 
 
 def explain_not_finite(grads: Iterable[tuple[StoredParam, torch.Tensor]], *, may_be_absent: bool) -> str:

@@ -18,6 +18,7 @@ from .links import DeviceLinks, Ticket
 from .partition import Partition, StoredParam
 from .pipeline import NvmeStates, ResidentStates, StateHome
 from .plan import GRAD_STAGING_SLOTS, Chunk, MemoryPlan
+from .squares import SquareSums
 from .store import SwapStore
 from .tiers.device import DeviceTier
 from .tiers.host import HostTier
@@ -142,7 +143,16 @@ def make_gradients(
         size, unit = max(members, default=(0, 0))
         count = plan.grad_slots if members else 0
         slots.append(tiers.allocate_for_update(plan, "gradient slots", [(unit, size)] * count, pinned=pinned))
-    return PassingGradients(partition, itemsize, slots, landing, wait_for_slot, on_device=there)
+    sums = SquareSums(_allocate_sums(plan, tiers), tiers.links)
+    return PassingGradients(partition, itemsize, slots, landing, wait_for_slot, sums=sums, on_device=there)
+
+
+def _allocate_sums(plan: MemoryPlan, tiers: Tiers) -> dict[int, torch.Tensor]:
+    """Host memory for the sums of squares of the gradients that wait on the device."""
+    counts = plan.grad_sum_counts
+    (memory,) = tiers.host.allocate("gradient sums", [plan.grad_sum_bytes], pinned=True)
+    pieces = memory.view(torch.float64)[: sum(counts.values())].split(list(counts.values()))
+    return dict(zip(counts, pieces, strict=True))
 
 
 def bring_home(

@@ -203,6 +203,10 @@ class DeviceLinks:
     def to_host(self, host: torch.Tensor, device: torch.Tensor, plane: str) -> Ticket:
         """Starts filling ``host`` from what compute has made in ``device`` until now; same shape and type."""
         self._ledger.count("d2h", plane, device.nbytes)
+        return self.numbers_to_host(host, device)
+
+    def numbers_to_host(self, host: torch.Tensor, device: torch.Tensor) -> Ticket:
+        """As :meth:`to_host`, for the few numbers by which the host decides: of no plane, and not counted."""
         self._d2h.wait(self._accelerator.compute.record())
         if self._host.is_pinned(host):
             self._accelerator.copy(host, device, self._d2h)

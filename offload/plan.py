@@ -9,6 +9,7 @@ Note [What host memory holds]
   backward;
 - optimizer state: all planes (home host), or a ring of `chunk_slots` chunks (home nvme);
 - gradient staging: where gradients of an accelerator arrive that are widened or added (``landing``);
+- gradient sums: by which the host decides whether a unit is updated on the device (``squares``);
 - activations: what the computation keeps, as estimated by whoever knows the model;
 - library code and scratch: what libraries take when they first run, as measured by whoever starts them;
 - an fp32 piece of a bf16 weight (``matmul``): on CPUs without bf16 units it is made for each product, and
@@ -57,6 +58,8 @@ GRAD_STAGING_SLOTS = 4
 GRAD_STAGING_BYTES_MAX = 4 << 20
 UPDATE_SCRATCH_BYTES = 64 << 20
 """What an update on the device takes beside its planes (see ``optim.device``)."""
+GRAD_SUM_ELEMENTS = 16 << 10
+"""Elements to a sum of squares; as in ``optim.kernels``."""
 
 LINKS = ("nvme_read", "nvme_write", "h2d", "d2h")
 LinkPlane = tuple[str, str]
@@ -255,6 +258,8 @@ class MemoryPlan:
         if placement.has_device and not self.updates_all_on_device:
             yield PlanLine("host", "gradient staging", GRAD_STAGING_SLOTS, self.grad_staging_bytes)
             yield PlanLine("device", "gradients on their way", 1, self.grad_crossing_bytes)
+        if self.grad_sum_bytes:
+            yield PlanLine("host", "gradient sums", 1, self.grad_sum_bytes)
 
     def _state_lines(self) -> Iterator[PlanLine]:
         placement = self.placement
@@ -334,6 +339,22 @@ class MemoryPlan:
     def grad_crossing_bytes(self) -> int:
         """Device memory for gradients on their way to the host: those of two units."""
         return 2 * max(unit.elements for unit in self.inventory.units) * self.inventory.weight_itemsize
+
+    @property
+    def grad_sum_counts(self) -> dict[int, int]:
+        """Sums of squares of a unit whose gradients pass by on the device, at most: one to a block or part of it."""
+        if self.placement.update != "backward":
+            return {}
+        return {
+            unit: layout.elements // GRAD_SUM_ELEMENTS + len(layout.trainable) + 1
+            for unit, layout in enumerate(self.inventory.units)
+            if unit in self.on_device
+        }
+
+    @property
+    def grad_sum_bytes(self) -> int:
+        """Host memory for them: 8 bytes each."""
+        return 8 * sum(self.grad_sum_counts.values())
 
     @property
     def _slot_bytes_max(self) -> int:

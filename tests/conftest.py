@@ -13,6 +13,9 @@ import torch
 
 TESTS = Path(__file__).parent
 
+# A job in the background ("make test &") begins with Ctrl-C ignored, and so would the processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread_for_torch():

@@ -4,9 +4,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -16,6 +19,7 @@
 #include "optim/adam.h"
 #include "optim/arrays.h"
 #include "optim/isa.h"
+#include "util/crc32c.h"
 
 namespace py = pybind11;
 namespace optim = offload::optim;
@@ -185,6 +189,21 @@ void run_assign_weight(const py::buffer& weight_buffer, const py::buffer& residu
   optim::assign_weight(kernels, to_weight, to_residual, from, count, threads);
 }
 
+void run_crc32c(const py::buffer& data_buffer, const py::buffer& cuts_buffer, const py::buffer& sums_buffer,
+                unsigned threads, std::string_view way) {
+  const Array data(data_buffer, "data", false);
+  const Array cuts(cuts_buffer, "cuts", false);
+  const Array sums(sums_buffer, "sums", true);
+  const auto* bytes = data.elements<std::byte>(data.count());
+  const std::span at(cuts.elements<uint64_t>(cuts.count()), cuts.count());
+  auto* to = sums.elements<uint32_t>(at.empty() ? 0 : at.size() - 1);
+  if (!std::is_sorted(at.begin(), at.end()) || (!at.empty() && at.back() > data.count())) {
+    throw std::invalid_argument("cuts must ascend and lie within data");
+  }
+  const py::gil_scoped_release nogil;
+  offload::crc32c(bytes, at, to, threads, way);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_adam, m) {
@@ -202,4 +221,7 @@ PYBIND11_MODULE(_adam, m) {
         py::kw_only(), py::arg("threads"), py::arg("isa"));
   m.def("assign_weight", &run_assign_weight, py::arg("weight"), py::arg("residual"), py::arg("fresh"),
         py::kw_only(), py::arg("threads"), py::arg("isa"));
+  m.def("crc32c", &run_crc32c, py::arg("data"), py::arg("cuts"), py::arg("sums"), py::kw_only(),
+        py::arg("threads"), py::arg("way"));
+  m.def("crc32c_ways", &offload::crc32c_ways);
 }

@@ -1,5 +1,5 @@
 // The boundary of the I/O core with Python. It parses arguments, lets go of the GIL where it waits, and keeps
-// buffers alive for as long as the kernel may touch them. Texts and hints are made in offload/aio.py.
+// buffers alive for as long as the kernel may touch them. Texts and hints are made in offload/aio.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -80,6 +80,12 @@ bool wait_in_slices(std::optional<double> timeout, const Step& step) {
   }
 }
 
+template <class Call>
+auto without_gil(const Call& call) {
+  const py::gil_scoped_release nogil;
+  return call();
+}
+
 class PyTicket;
 
 class PyQueue : public std::enable_shared_from_this<PyQueue> {
@@ -103,6 +109,29 @@ class PyQueue : public std::enable_shared_from_this<PyQueue> {
     return queue_->preallocate(size);
   }
 
+  // 0, or the errno of the refusal. What is registered stays alive until it is unregistered.
+  int register_memory(const py::object& object) {
+    require_owned();
+    Buffer buffer(object, /*writable=*/true);
+    const int error = without_gil([&] { return queue_->add_region({buffer.bytes(), buffer.size()}); });
+    if (error == EBADF) raise_closed();
+    if (error == 0) registered_.push_back(std::move(buffer));
+    return error;
+  }
+
+  void unregister_memory(const py::object& object) {
+    require_owned();
+    const Buffer buffer(object, /*writable=*/true);
+    const auto same = [&](const Buffer& held) {
+      return held.bytes() == buffer.bytes() && held.size() == buffer.size();
+    };
+    const auto found = std::find_if(registered_.begin(), registered_.end(), same);
+    if (found == registered_.end()) throw py::value_error("the buffer is not registered");
+    Buffer held = std::move(*found);
+    registered_.erase(found);
+    without_gil([&] { return queue_->remove_region({held.bytes(), held.size()}); });
+  }
+
   void close(bool cancel) {
     if (!queue_->owned()) return;
     queue_->request_close(cancel);
@@ -117,6 +146,7 @@ class PyQueue : public std::enable_shared_from_this<PyQueue> {
       throw;
     }
     orphans_.clear();
+    registered_.clear();
   }
 
   // Takes over the buffer of a ticket that Python has dropped before it was done.
@@ -143,7 +173,10 @@ class PyQueue : public std::enable_shared_from_this<PyQueue> {
 
   std::unique_ptr<PyTicket> wrap(std::optional<Buffer> buffer, std::shared_ptr<offload::Ticket> ticket);
 
+  [[noreturn]] void raise_closed() const { throw py::value_error("the queue of " + path_ + " is closed"); }
+
   const std::string path_;
+  std::list<Buffer> registered_;
   std::list<std::pair<Buffer, std::shared_ptr<offload::Ticket>>> orphans_;
   std::unique_ptr<IoQueue> queue_;
 };
@@ -188,7 +221,7 @@ class PyTicket {
 
 std::unique_ptr<PyTicket> PyQueue::wrap(std::optional<Buffer> buffer,
                                         std::shared_ptr<offload::Ticket> ticket) {
-  if (ticket == nullptr) throw py::value_error("the queue of " + path_ + " is closed");
+  if (ticket == nullptr) raise_closed();
   return std::make_unique<PyTicket>(shared_from_this(), std::move(buffer), std::move(ticket));
 }
 
@@ -255,14 +288,13 @@ offload::FaultPlan parse_faults(const std::map<std::string, uint64_t>& faults) {
 
 std::shared_ptr<PyQueue> open_queue(const std::string& path, const std::string& backend, size_t queue_depth,
                                     uint64_t request_bytes, const std::string& direct_io, size_t threads,
-                                    bool create, unsigned mode,
+                                    bool sqpoll, bool create, unsigned mode,
                                     const std::optional<std::map<std::string, uint64_t>>& faults) {
   offload::QueueOptions options;
   options.file = {path, parse_direct_io(direct_io), create, static_cast<mode_t>(mode)};
   options.backend = backend;
-  options.queue_depth = queue_depth;
+  options.backend_options = {queue_depth, threads, sqpoll};
   options.request_bytes = request_bytes;
-  options.threads = threads;
   if (faults) options.faults = parse_faults(*faults);
   return std::make_shared<PyQueue>(options);
 }
@@ -280,7 +312,15 @@ py::dict stats_of(PyQueue& self) {
     out["failed"] = stats.failed;
     out["in_flight_max"] = stats.in_flight_max;
     out["seconds_busy"] = stats.seconds_busy;
+    py::dict at_depth;
+    for (size_t i = 0; i < stats.seconds_at_depth.size(); ++i) {
+      if (stats.seconds_at_depth[i] > 0) at_depth[py::int_(size_t{1} << i)] = stats.seconds_at_depth[i];
+    }
+    out["seconds_at_depth"] = at_depth;
     out["seconds_latency"] = stats.seconds_latency;
+    out["seconds_latency_p50"] = stats.seconds_latency_p50;
+    out["seconds_latency_p90"] = stats.seconds_latency_p90;
+    out["seconds_latency_p99"] = stats.seconds_latency_p99;
     out["seconds_latency_max"] = stats.seconds_latency_max;
     return out;
   };
@@ -288,6 +328,7 @@ py::dict stats_of(PyQueue& self) {
   out["read"] = direction(IoOp::kRead);
   out["write"] = direction(IoOp::kWrite);
   out["sync"] = direction(IoOp::kSync);
+  out["cpu_seconds"] = self.queue().cpu_seconds();
   return out;
 }
 
@@ -325,8 +366,8 @@ PYBIND11_MODULE(_aio, m) {
 
   py::class_<PyQueue, std::shared_ptr<PyQueue>>(m, "Queue")
       .def(py::init(&open_queue), py::kw_only(), py::arg("path"), py::arg("backend"), py::arg("queue_depth"),
-           py::arg("request_bytes"), py::arg("direct_io"), py::arg("threads"), py::arg("create"),
-           py::arg("mode"), py::arg("faults") = py::none())
+           py::arg("request_bytes"), py::arg("direct_io"), py::arg("threads"), py::arg("sqpoll"),
+           py::arg("create"), py::arg("mode"), py::arg("faults") = py::none())
       .def(
           "read",
           [](PyQueue& self, const py::object& buffer, uint64_t offset, int priority) {
@@ -340,13 +381,18 @@ PYBIND11_MODULE(_aio, m) {
           },
           py::arg("buffer"), py::arg("offset"), py::arg("priority"))
       .def("sync", &PyQueue::sync)
+      .def("register", &PyQueue::register_memory, py::arg("buffer"))
+      .def("unregister", &PyQueue::unregister_memory, py::arg("buffer"))
       .def("preallocate", &PyQueue::preallocate, py::arg("size"))
       .def("close", &PyQueue::close, py::arg("cancel"))
       .def("stats", &stats_of)
       .def_property_readonly("alignment", [](PyQueue& self) { return self.queue().file().alignment(); })
       .def_property_readonly("direct", [](PyQueue& self) { return self.queue().file().direct(); })
       .def_property_readonly("direct_error", [](PyQueue& self) { return self.queue().file().direct_error(); })
-      .def_property_readonly("backend", [](PyQueue& self) { return self.queue().backend(); })
+      .def_property_readonly("backend", [](PyQueue& self) { return self.queue().capabilities().name; })
+      .def_property_readonly("sqpoll", [](PyQueue& self) { return self.queue().capabilities().sqpoll; })
+      .def_property_readonly("sqpoll_refused",
+                             [](PyQueue& self) { return self.queue().capabilities().sqpoll_refused; })
       .def_property_readonly("queue_depth", [](PyQueue& self) { return self.queue().queue_depth(); });
 
   m.def("backend_names", [] {
@@ -357,7 +403,7 @@ PYBIND11_MODULE(_aio, m) {
       "probe",
       [](const std::string& name) {
         const py::gil_scoped_release nogil;
-        [[maybe_unused]] const auto backend = offload::make_backend(name, /*depth=*/1, /*threads=*/1);
+        [[maybe_unused]] const auto backend = offload::make_backend(name, {});
       },
       py::arg("name"), "Makes and drops a backend; raises BackendError where the machine refuses it.");
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -25,7 +26,9 @@ struct IoCompletion {
 
 struct IoCapabilities {
   const char* name;
-  size_t depth_max;  // requests it keeps in flight at once
+  size_t depth_max;        // requests it keeps in flight at once
+  bool sqpoll = false;     // the kernel picks requests up by itself
+  int sqpoll_refused = 0;  // the errno with which it does not, although asked to
 };
 
 // The kernel interface, as narrow as the simplest honest implementation. What every backend would repeat
@@ -48,6 +51,19 @@ class IoBackend {
   virtual void wake() noexcept = 0;
 
   [[nodiscard]] virtual IoCapabilities capabilities() const noexcept = 0;
+
+  // Descriptors that requests will name until the end (default: nothing to prepare). By the thread that
+  // submits.
+  virtual void use_files(std::span<const int> /*fds*/) {}
+
+  // Prepares memory for transfers to and from any part of it: 0, or the errno of the refusal, and then
+  // transfers work as before (default: ENOTSUP, nothing to gain). It must not be unmapped before it is
+  // removed or the backend is gone. By the thread that submits.
+  [[nodiscard]] virtual int add_region(std::span<std::byte> /*region*/) { return ENOTSUP; }
+  virtual void remove_region(std::span<std::byte> /*region*/) {}
+
+  // CPU time of threads of its own (default: it has none). From any thread.
+  [[nodiscard]] virtual double cpu_seconds() const noexcept { return 0; }
 };
 
 }  // namespace offload

@@ -16,10 +16,10 @@ constexpr std::array<std::string_view, 3> kNames = {"io_uring", "libaio", "threa
 
 std::span<const std::string_view> backend_names() noexcept { return kNames; }
 
-std::unique_ptr<IoBackend> make_backend(std::string_view name, size_t depth, size_t threads) {
-  if (name == "io_uring") return std::make_unique<UringBackend>(depth);
-  if (name == "libaio") return std::make_unique<LibaioBackend>(depth);
-  if (name == "threads") return std::make_unique<ThreadBackend>(threads);
+std::unique_ptr<IoBackend> make_backend(std::string_view name, const BackendOptions& options) {
+  if (name == "io_uring") return std::make_unique<UringBackend>(options.depth, options.sqpoll);
+  if (name == "libaio") return std::make_unique<LibaioBackend>(options.depth);
+  if (name == "threads") return std::make_unique<ThreadBackend>(options.threads);
   throw std::invalid_argument("no backend is called " + std::string(name));
 }
 

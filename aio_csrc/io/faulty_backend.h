@@ -43,6 +43,10 @@ class FaultyBackend final : public IoBackend {
   [[nodiscard]] size_t reap(std::span<IoCompletion> out, size_t count_min) override;
   void wake() noexcept override { inner_->wake(); }
   [[nodiscard]] IoCapabilities capabilities() const noexcept override { return inner_->capabilities(); }
+  void use_files(std::span<const int> fds) override { inner_->use_files(fds); }
+  [[nodiscard]] int add_region(std::span<std::byte> region) override { return inner_->add_region(region); }
+  void remove_region(std::span<std::byte> region) override { inner_->remove_region(region); }
+  [[nodiscard]] double cpu_seconds() const noexcept override { return inner_->cpu_seconds(); }
 
  private:
   struct Altered {  // a transfer that the inner backend carries out and whose result is cut to `result`

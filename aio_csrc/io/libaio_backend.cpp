@@ -51,6 +51,9 @@ LibaioBackend::LibaioBackend(size_t depth)
   if (::syscall(__NR_io_setup, depth_max_ + 1, &context_) != 0) throw BackendError(errno, "io_setup");
   try {
     arm_wake();  // Linux before 4.18 has no poll here, and says so at once
+    timespec at_once{};
+    const long rc = ::syscall(__NR_io_getevents, context_, 0L, 1L, events_.data(), &at_once);
+    if (rc < 0) throw BackendError(errno, "io_getevents");
   } catch (...) {
     ::syscall(__NR_io_destroy, context_);
     throw;

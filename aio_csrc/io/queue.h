@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 
 #include "io/worker.h"
 
@@ -48,6 +49,10 @@ class IoQueue {
   // Waits until that is done and the thread is gone; false where it takes longer than `limit`.
   [[nodiscard]] bool join_for(std::chrono::nanoseconds limit);
 
+  // See IoBackend::add_region. EBADF where the queue is closed. Waits for the queue's thread.
+  [[nodiscard]] int add_region(std::span<std::byte> region) { return worker_->add_region(region); }
+  [[nodiscard]] int remove_region(std::span<std::byte> region) { return worker_->remove_region(region); }
+
   // See IoFile::preallocate. Throws IoError; EBADF where the queue is closed.
   bool preallocate(uint64_t size);
 
@@ -57,8 +62,9 @@ class IoQueue {
 
   [[nodiscard]] const IoFile& file() const noexcept { return worker_->file(); }
   [[nodiscard]] const IoStats& stats() const noexcept { return worker_->stats(); }
-  [[nodiscard]] const char* backend() const noexcept { return worker_->backend_name(); }
+  [[nodiscard]] const IoCapabilities& capabilities() const noexcept { return worker_->capabilities(); }
   [[nodiscard]] size_t queue_depth() const noexcept { return worker_->queue_depth(); }
+  [[nodiscard]] double cpu_seconds() const noexcept { return worker_->cpu_seconds(); }
 
  private:
   std::shared_ptr<Ticket> add(IoOp op, std::byte* buffer, uint64_t size, uint64_t offset,

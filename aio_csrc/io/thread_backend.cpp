@@ -7,6 +7,7 @@
 #include <system_error>
 
 #include "io/error.h"
+#include "util/cpu_clock.h"
 #include "util/signal_block.h"
 
 namespace offload {
@@ -83,6 +84,13 @@ void ThreadBackend::wake() noexcept {
     woken_ = true;
   }
   results_ready_.notify_one();
+}
+
+double ThreadBackend::cpu_seconds() const noexcept {
+  double sum = 0;
+  for (const std::thread& thread : threads_)
+    sum += cpu_seconds_of(const_cast<std::thread&>(thread).native_handle());
+  return sum;
 }
 
 void ThreadBackend::work() {

@@ -20,6 +20,7 @@ class ThreadBackend final : public IoBackend {
   [[nodiscard]] size_t reap(std::span<IoCompletion> out, size_t count_min) override;
   void wake() noexcept override;
   [[nodiscard]] IoCapabilities capabilities() const noexcept override { return {"threads", threads_max_}; }
+  [[nodiscard]] double cpu_seconds() const noexcept override;
 
  private:
   void work();

@@ -28,26 +28,50 @@ UniqueFd make_eventfd() {
   return fd;
 }
 
-void fill(io_uring_sqe& sqe, const IoRequest& request) noexcept {
-  sqe.fd = request.fd;
+}  // namespace
+
+UringBackend::UringBackend(size_t depth, bool sqpoll)
+    : depth_max_(std::clamp<size_t>(depth, 1, kDepthMax)),
+      wake_fd_(make_eventfd()),
+      ring_(static_cast<uint32_t>(std::bit_ceil(depth_max_ + 1)), sqpoll) {
+}  // one more for the poll of wake()
+
+// The kernel takes a ring apart some time after it is closed, and in a forked child it may stay: what it
+// holds of files and memory is given back here.
+UringBackend::~UringBackend() {
+  if (!files_.empty()) [[maybe_unused]]
+    const int error = ring_.register_with(IORING_UNREGISTER_FILES, nullptr, 0);
+  memory_.clear(ring_);
+}
+
+void UringBackend::use_files(std::span<const int> fds) {
+  const int error = ring_.register_with(IORING_REGISTER_FILES, fds.data(), static_cast<uint32_t>(fds.size()));
+  if (error == 0) files_.assign(fds.begin(), fds.end());  // else requests name descriptors, as well as before
+}
+
+void UringBackend::fill(io_uring_sqe& sqe, const IoRequest& request) const noexcept {
+  const auto file = std::find(files_.begin(), files_.end(), request.fd);
+  const bool registered = file != files_.end();
+  sqe.fd = registered ? static_cast<int>(file - files_.begin()) : request.fd;
+  sqe.flags = registered ? IOSQE_FIXED_FILE : 0;
   sqe.user_data = request.token;
   if (request.op == IoOp::kSync) {
     sqe.opcode = IORING_OP_FSYNC;
     sqe.fsync_flags = IORING_FSYNC_DATASYNC;
     return;
   }
-  sqe.opcode = request.op == IoOp::kRead ? IORING_OP_READ : IORING_OP_WRITE;
+  const bool is_read = request.op == IoOp::kRead;
   sqe.addr = reinterpret_cast<uint64_t>(request.buffer);
   sqe.len = static_cast<uint32_t>(std::min(request.size, kTransferMax));
   sqe.off = request.offset;
+  const int region = memory_.index_of(request.buffer, sqe.len);
+  if (region < 0) {
+    sqe.opcode = is_read ? IORING_OP_READ : IORING_OP_WRITE;
+  } else {
+    sqe.opcode = is_read ? IORING_OP_READ_FIXED : IORING_OP_WRITE_FIXED;
+    sqe.buf_index = static_cast<uint16_t>(region);
+  }
 }
-
-}  // namespace
-
-UringBackend::UringBackend(size_t depth)
-    : depth_max_(std::clamp<size_t>(depth, 1, kDepthMax)),
-      wake_fd_(make_eventfd()),
-      ring_(static_cast<uint32_t>(std::bit_ceil(depth_max_ + 1))) {}  // one more for the poll of wake()
 
 size_t UringBackend::submit(std::span<const IoRequest> requests) {
   const size_t count = std::min(requests.size(), depth_max_ - in_flight_);

@@ -14,7 +14,8 @@ class UringRing {
  public:
   // Throws BackendError with the kernel's errno: ENOSYS (too old, or compiled out), EPERM (a seccomp profile,
   // or kernel.io_uring_disabled), ENOMEM (locked-memory limit), EOPNOTSUPP (older than Linux 5.6).
-  explicit UringRing(uint32_t entries);
+  // With `sqpoll` a kernel thread is to pick entries up; where that is refused, sqpoll_refused() says why.
+  UringRing(uint32_t entries, bool sqpoll);
   ~UringRing();
   UringRing(const UringRing&) = delete;
   UringRing& operator=(const UringRing&) = delete;
@@ -33,23 +34,33 @@ class UringRing {
   // Waits for count_min completions and submits nothing.
   [[nodiscard]] int wait(uint32_t count_min) noexcept { return enter(0, count_min); }
 
+  // io_uring_register: 0 or an errno. By the thread that made the ring.
+  [[nodiscard]] int register_with(uint32_t opcode, const void* argument, uint32_t count) noexcept;
+
+  [[nodiscard]] bool sqpoll() const noexcept { return sqpoll_; }
+  [[nodiscard]] int sqpoll_refused() const noexcept { return sqpoll_refused_; }
+
   // Takes the oldest completion; false where there is none.
   [[nodiscard]] bool pop(io_uring_cqe& out) noexcept;
 
  private:
   [[nodiscard]] int enter(uint32_t count_submit, uint32_t count_min) noexcept;
+  void set_up(uint32_t entries, bool sqpoll, io_uring_params& params);
   void map(const io_uring_params& params);
   void unmap() noexcept;
-  void require_operations() const;
+  void require_operations();
 
   UniqueFd fd_;
+  bool sqpoll_ = false;
+  int sqpoll_refused_ = 0;
   void* ring_memory_ = nullptr;
   size_t ring_bytes_ = 0;
   io_uring_sqe* sqes_ = nullptr;
   size_t sqes_bytes_ = 0;
 
-  uint32_t* sq_head_ = nullptr;  // written by the kernel
-  uint32_t* sq_tail_ = nullptr;  // written by us
+  uint32_t* sq_head_ = nullptr;   // written by the kernel
+  uint32_t* sq_tail_ = nullptr;   // written by us
+  uint32_t* sq_flags_ = nullptr;  // written by the kernel
   uint32_t sq_mask_ = 0;
   uint32_t sq_entries_ = 0;
   uint32_t* cq_head_ = nullptr;  // written by us

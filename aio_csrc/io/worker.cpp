@@ -2,12 +2,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <future>
 #include <stdexcept>
 #include <system_error>
 
-#include "io/backends.h"
 #include "io/error.h"
+#include "util/cpu_clock.h"
 #include "util/signal_block.h"
 
 namespace offload {
@@ -64,11 +63,15 @@ void Worker::start() {
 }
 
 void Worker::make_backend_and_slots() {
-  backend_ = make_backend(options_.backend, options_.queue_depth, options_.threads);
+  backend_ = make_backend(options_.backend, options_.backend_options);
   if (options_.faults) backend_ = std::make_unique<FaultyBackend>(std::move(backend_), *options_.faults);
   capabilities_ = backend_->capabilities();
-  const size_t depth = std::clamp<size_t>(options_.queue_depth, 1, capabilities_.depth_max);
+  const size_t depth = std::clamp<size_t>(options_.backend_options.depth, 1, capabilities_.depth_max);
+  std::vector<int> fds = {file_.fd(false)};
+  if (file_.direct()) fds.push_back(file_.fd(true));
+  backend_->use_files(fds);
   slots_.resize(depth);
+  stats_.set_depth(depth);
   completions_.resize(depth);
   requests_.reserve(depth);
   for (size_t i = depth; i-- > 0;) slots_free_.push_back(static_cast<uint32_t>(i));
@@ -93,6 +96,18 @@ void Worker::request_stop(bool cancel) noexcept {
   sleeping_ = false;
 }
 
+int Worker::change_region(std::span<std::byte> region, bool add) {
+  std::future<int> error;
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopping_) return EBADF;
+    error = region_changes_.emplace_back(RegionChange{region, add, {}}).error.get_future();
+    if (sleeping_) backend_->wake();
+    sleeping_ = false;
+  }
+  return error.get();
+}
+
 bool Worker::join_for(std::chrono::nanoseconds limit) {
   std::unique_lock lock(mutex_);
   if (!exit_.wait_for(lock, limit, [&] { return exited_; })) return false;
@@ -114,19 +129,31 @@ void Worker::run() {
   }
   file_.forget_all_cached();
   const std::lock_guard lock(mutex_);
+  cpu_seconds_ = cpu_seconds_of(::pthread_self()) + backend_->cpu_seconds();
   backend_.reset();
   exited_ = true;
   exit_.notify_all();
 }
 
+double Worker::cpu_seconds() noexcept {
+  const std::lock_guard lock(mutex_);  // until exited_ is set under it, the thread and its backend are there
+  return exited_ ? cpu_seconds_ : cpu_seconds_of(thread_.native_handle()) + backend_->cpu_seconds();
+}
+
 void Worker::take_inbox() {
   std::vector<std::shared_ptr<Transfer>> arrived;
+  std::vector<RegionChange> changes;
   {
     const std::lock_guard lock(mutex_);
     sleeping_ = false;
     arrived.swap(inbox_);
+    changes.swap(region_changes_);
     stop_seen_ = stopping_;
     cancel_seen_ = cancelling_;
+  }
+  for (RegionChange& change : changes) {
+    if (!change.add) backend_->remove_region(change.region);
+    change.error.set_value(change.add ? backend_->add_region(change.region) : 0);
   }
   for (auto& transfer : arrived) {
     const bool empty = transfer->ticket->op() != IoOp::kSync && transfer->ticket->size() == 0;
@@ -155,18 +182,15 @@ void Worker::submit() {
     const uint32_t token = slots_free_.back();
     slots_free_.pop_back();
     requests_.push_back(request_of(*piece, token));
-    slots_[token].piece = std::move(*piece);
+    slots_[token] = std::move(*piece);
   }
   if (requests_.empty()) return;
   const size_t taken = backend_->submit(requests_);
   const auto now = IoStats::Clock::now();
-  for (size_t i = 0; i < taken; ++i) {
-    slots_[requests_[i].token].begun = now;
-    stats_.begin(requests_[i].op, now);
-  }
+  for (size_t i = 0; i < taken; ++i) stats_.begin(requests_[i], now);
   for (size_t i = requests_.size(); i-- > taken;) {  // last first, to keep their order
     const auto token = static_cast<uint32_t>(requests_[i].token);
-    schedule_.put_back(std::move(slots_[token].piece));
+    schedule_.put_back(std::move(slots_[token]));
     slots_free_.push_back(token);
   }
 }
@@ -188,20 +212,20 @@ IoRequest Worker::request_of(const Piece& piece, uint64_t token) noexcept {
 Worker::Next Worker::decide() {
   const size_t in_flight = slots_.size() - slots_free_.size();
   const std::lock_guard lock(mutex_);
-  if (!inbox_.empty() || stopping_ != stop_seen_ || cancelling_ != cancel_seen_) return Next::kLookAgain;
+  if (!inbox_.empty() || !region_changes_.empty() || stopping_ != stop_seen_ || cancelling_ != cancel_seen_)
+    return Next::kLookAgain;
   if (stop_seen_ && in_flight == 0 && schedule_.empty()) return Next::kStop;
   sleeping_ = !slots_free_.empty();  // with all slots taken, new work has to wait for a completion anyway
   return Next::kReap;
 }
 
 void Worker::complete(const IoCompletion& completion) {
-  Slot& slot = slots_.at(completion.token);
-  Piece piece = std::move(slot.piece);
+  Piece piece = std::move(slots_.at(completion.token));
   slots_free_.push_back(static_cast<uint32_t>(completion.token));
   const Ticket& ticket = *piece.transfer->ticket;
   const bool is_sync = ticket.op() == IoOp::kSync;
   const bool buffered = !is_sync && !piece.direct;
-  stats_.end(ticket.op(), slot.begun, IoStats::Clock::now(), buffered);
+  stats_.end(completion.token, IoStats::Clock::now(), buffered);
   if (completion.result < 0) return refused(std::move(piece), static_cast<int>(-completion.result));
   const auto bytes = static_cast<uint64_t>(completion.result);
   if (buffered) {

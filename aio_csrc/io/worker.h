@@ -3,13 +3,16 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "io/backends.h"
 #include "io/faulty_backend.h"
 #include "io/file.h"
 #include "io/schedule.h"
@@ -20,10 +23,9 @@ namespace offload {
 struct QueueOptions {
   FileOptions file;
   std::string backend;
-  size_t queue_depth = 32;  // requests in flight at most
+  BackendOptions backend_options;
   uint64_t request_bytes = uint64_t{1}
                            << 20;   // size of one request at most; a multiple of the file's alignment
-  size_t threads = 1;               // of the `threads` backend
   std::optional<FaultPlan> faults;  // tests only
 };
 
@@ -37,20 +39,29 @@ class Worker {
   // False where the worker is stopping.
   [[nodiscard]] bool add(std::shared_ptr<Transfer> transfer);
   void request_stop(bool cancel) noexcept;
+
+  // See IoBackend::add_region; EBADF where the worker is stopping.
+  [[nodiscard]] int add_region(std::span<std::byte> region) { return change_region(region, true); }
+  [[nodiscard]] int remove_region(std::span<std::byte> region) { return change_region(region, false); }
+
   [[nodiscard]] bool join_for(std::chrono::nanoseconds limit);
 
   [[nodiscard]] IoFile& file() noexcept { return file_; }
   [[nodiscard]] const IoStats& stats() const noexcept { return stats_; }
-  [[nodiscard]] const char* backend_name() const noexcept { return capabilities_.name; }
+  [[nodiscard]] const IoCapabilities& capabilities() const noexcept { return capabilities_; }
   [[nodiscard]] size_t queue_depth() const noexcept { return slots_.size(); }
+  [[nodiscard]] double cpu_seconds() noexcept;  // of the thread, and of those of the backend
 
  private:
-  struct Slot {
-    Piece piece;
-    IoStats::Clock::time_point begun;
+  // Memory to be registered, or not any more, by the thread: the kernel wants it to be the one that submits.
+  struct RegionChange {
+    std::span<std::byte> region;
+    bool add;
+    std::promise<int> error;
   };
   enum class Next : uint8_t { kReap, kLookAgain, kStop };
 
+  [[nodiscard]] int change_region(std::span<std::byte> region, bool add);
   void make_backend_and_slots();
   void run();
   void take_inbox();
@@ -73,7 +84,7 @@ class Worker {
   std::unique_ptr<IoBackend> backend_;
   IoCapabilities capabilities_{};
   Schedule schedule_;
-  std::vector<Slot> slots_;
+  std::vector<Piece> slots_;  // by token
   std::vector<uint32_t> slots_free_;
   std::vector<IoRequest> requests_;
   std::vector<IoCompletion> completions_;
@@ -83,11 +94,13 @@ class Worker {
 
   std::mutex mutex_;  // guards all below
   std::vector<std::shared_ptr<Transfer>> inbox_;
+  std::vector<RegionChange> region_changes_;
   uint64_t transfers_added_ = 0;
   bool sleeping_ = false;  // the thread is in a reap that new work must end
   bool stopping_ = false;
   bool cancelling_ = false;
   bool exited_ = false;
+  double cpu_seconds_ = 0;  // once it has exited
   std::condition_variable exit_;
 };
 

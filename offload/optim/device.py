@@ -11,7 +11,7 @@ from .adam import AdamPlanes
 from .device_check import choose_adam_segments
 from .kernels import Segment
 
-__all__ = ["DeviceAdam", "block_square_sums"]
+__all__ = ["DeviceAdam", "block_square_sums", "square_sums_on_device"]
 
 
 class DeviceAdam(AdamPlanes):
@@ -48,6 +48,11 @@ class DeviceAdam(AdamPlanes):
 
     def _split_master(self, master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
         device_kernels.split_master(master, weight, residual)
+
+
+def square_sums_on_device(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As :func:`block_square_sums`, fp64 on the device of the gradients, without waiting for it."""
+    return device_kernels.block_square_sums(*grads)
 
 
 def block_square_sums(grads: Sequence[torch.Tensor]) -> list[float]:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..config.schema import Aio
+from ..errors import TransferError
 from ..ledger import Ledger
 from ..links import AHEAD, AllTickets, DoneTicket, Ticket
 from ..placement import SwapPaths
 from ..plan import Chunk, MemoryPlan
+from .checksums import Blocks, CheckedTicket, Checksums, explain
 from .drives import Drive, fit_shares, open_drives, shares_of
 from .layout import Extent, StoreLayout, Stripes
 
@@ -25,18 +27,29 @@ class SwapStore:
     """One run's planes on NVMe. Open it with :meth:`open`, close it to remove it."""
 
     def __init__(
-        self, drives: Sequence[Drive], layout: StoreLayout, plan: MemoryPlan, ledger: Ledger
+        self, drives: Sequence[Drive], layout: StoreLayout, plan: MemoryPlan, ledger: Ledger, *, verify: bool
     ) -> None:
         self._drives, self._layout, self._plan, self._ledger = drives, layout, plan, ledger
+        self._sums = Checksums(layout, plan) if verify else None
         self._moments_written = [False] * len(plan.chunks)
         self._imbalance_told = False
         self.path = drives[0].directory.path
 
     @classmethod
     def open(
-        cls, paths: SwapPaths, plan: MemoryPlan, aio: Aio, ledger: Ledger, *, rank: int = 0
+        cls,
+        paths: SwapPaths,
+        plan: MemoryPlan,
+        aio: Aio,
+        ledger: Ledger,
+        *,
+        verify: bool = False,
+        rank: int = 0,
     ) -> SwapStore:
         """Makes the directories and the files, with all their space, or leaves nothing behind.
+
+        Args:
+            verify: whether every read is held against the checksums of what was written.
 
         Raises:
             StoreError: a path cannot be used, or there is too little free space.
@@ -50,7 +63,7 @@ class SwapStore:
             layout = StoreLayout(plan, paths.among(shares, "weights"), paths.among(shares, "states"))
             for drive, size in zip(drives, layout.sizes, strict=True):
                 drive.queue.preallocate(size)
-            return cls(drives, layout, plan, ledger)
+            return cls(drives, layout, plan, ledger, verify=verify)
         except BaseException:
             for drive in drives:
                 drive.close()
@@ -61,10 +74,17 @@ class SwapStore:
     def read_weight(self, unit: int, slot: torch.Tensor, *, priority: int = AHEAD) -> Ticket:
         """Fills the front of a slot (uint8) with the unit's weight plane."""
         stripes = self._layout.weights[unit]
-        return self._read(slot, stripes, [("weight", stripes.size)], priority)
+        planes = [("weight", stripes.size)]
+        ticket = self._read(slot, stripes, planes, priority)
+        if self._sums is None:
+            return ticket
+        owner = f"unit {self._plan.inventory.units[unit].name}"
+        return self._checked(ticket, self._sums.weights[unit], slot, stripes, planes, owner)
 
     def write_weight(self, unit: int, slot: torch.Tensor, begin: int, end: int) -> Ticket:
         """Writes bytes [begin, end) of the unit's weight plane, which lies at the front of ``slot``."""
+        if self._sums is not None:
+            self._sums.weights[unit].record(slot, begin, end)
         return self._write(slot, self._layout.weights[unit], [("weight", end)], begin)
 
     # -- state of chunks ----------------------------------------------------------------------------------
@@ -81,16 +101,25 @@ class SwapStore:
             planes = [plane for plane in planes if plane[0] == "residual"]
             stored = sum(size for _, size in planes)
             buffer[stored : stripes.size].zero_()
-        return self._read(buffer, stripes, planes, priority)
+        ticket = self._read(buffer, stripes, planes, priority)
+        if self._sums is None or not planes:
+            return ticket
+        owner = f"chunk {chunk.index} of unit {self._plan.inventory.units[chunk.unit].name}"
+        return self._checked(ticket, self._sums.states[chunk.index], buffer, stripes, planes, owner)
 
     def write_state(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
         """Writes the chunk's planes from the front of ``buffer``."""
         self._moments_written[chunk.index] = True
-        return self._write(buffer, self._layout.states[chunk.index], self._planes(chunk))
+        return self._write_state(chunk, buffer, self._planes(chunk))
 
     def write_residual(self, chunk: Chunk, residual: torch.Tensor) -> Ticket:
         """Writes the residual plane alone (it is the first in the extent): ``residual`` is uint8."""
-        return self._write(residual, self._layout.states[chunk.index], [("residual", residual.numel())])
+        return self._write_state(chunk, residual, [("residual", residual.numel())])
+
+    def _write_state(self, chunk: Chunk, buffer: torch.Tensor, planes: Sequence[tuple[str, int]]) -> Ticket:
+        if self._sums is not None:
+            self._sums.states[chunk.index].record(buffer, 0, sum(size for _, size in planes))
+        return self._write(buffer, self._layout.states[chunk.index], planes)
 
     def _planes(self, chunk: Chunk) -> list[tuple[str, int]]:
         return [(plane.name, chunk.elements * plane.itemsize) for plane in self._plan.placement.state_planes]
@@ -132,6 +161,26 @@ class SwapStore:
         if not tickets:
             return DoneTicket()
         return tickets[0] if len(tickets) == 1 else AllTickets(tickets)
+
+    def _checked(
+        self,
+        read: Ticket,
+        blocks: Blocks,
+        buffer: torch.Tensor,
+        stripes: Stripes,
+        planes: Sequence[tuple[str, int]],
+        owner: str,
+    ) -> Ticket:
+        def check() -> TransferError | None:
+            found = blocks.mismatch(buffer, sum(size for _, size in planes))
+            if found is None:
+                return None
+            plane = _planes_within(planes, found.begin, found.end)[0][0]
+            extent = next(extent for _, _, extent in stripes.part(found.begin, found.end))
+            path = str(self._drives[extent.path].queue.path)
+            return explain(found, f"{plane} of {owner}", path, extent.offset)
+
+        return CheckedTicket(read, check)
 
     # -- end ----------------------------------------------------------------------------------------------
 

@@ -160,7 +160,7 @@ def test_i13_io_uring_refused(swap_path, monkeypatch, caplog, code):
         return real(backend=backend, **settings)
 
     monkeypatch.setattr(aio._aio, "Queue", refusing)
-    monkeypatch.setattr(aio, "_refusals_logged", set())
+    monkeypatch.setattr(aio.refusals, "_logged", set())
     with caplog.at_level(logging.WARNING):
         first, second = trained(swap_path), trained(swap_path)
     assert_same(first, second)

@@ -39,7 +39,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(script: str, *arguments: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-W", "error", "-c", script, *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(Path(aio.__file__).parents[1])}
+        environment = {**os.environ, "PYTHONPATH": str(Path(aio.__file__).parents[2])}
         return subprocess.run(
             command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
         )

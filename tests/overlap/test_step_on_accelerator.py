@@ -10,11 +10,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 from models import Placement, Training, train_offloaded
 
 import offload
 from offload import accel
-from offload.accel.simulated import SimulatedAccelerator
+from offload.accel.simulated import SimulatedAccelerator, SimulatedEvent
 from offload.config import OffloadConfig
 from offload.inventory import ParamInfo, build_inventory
 from offload.placement import placement_of
@@ -193,3 +194,59 @@ def test_streamed_weights_cost_six_bytes(update):
     moved = plan.bytes_moved(9) - plan.bytes_moved(8)
     per_parameter = {key: size / (100 << 20) for key, size in moved.items()}
     assert per_parameter == {("h2d", "weight"): 4 - 2 * SLOTS / 100, ("d2h", "grad"): 2}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("placement", "may_wait"),
+    [
+        (Placement("none", "none", "backward"), ()),
+        (
+            Placement("none", "none", "step"),
+            ("step",),
+        ),  # for the norm, once: it decides whether there is a step
+        (Placement("cpu", "none", "backward"), ()),
+        (Placement("cpu", "cpu", "step"), ("step",)),  # for gradients that the host needs
+    ],
+)
+def test_the_host_does_not_wait_in_the_step(placement, may_wait, seed, swap_path, monkeypatch):
+    """Events that have not passed are asked, not waited for; and no value of the device is read."""
+    monkeypatch.setenv(accel.ENVIRONMENT, f"simulated:{seed}")
+    now, waits = [""], Counter()
+    in_done = [False]
+    real_done, real_wait, real_tolist = SimulatedEvent.done, SimulatedEvent.wait, torch.Tensor.tolist
+
+    def done(event):
+        in_done[0] = True
+        try:
+            return real_done(event)
+        finally:
+            in_done[0] = False
+
+    def wait(event):
+        if not in_done[0] and event.stream._run < event.position:
+            waits[now[0]] += 1
+        real_wait(event)
+
+    def tolist(tensor):
+        if optimizer.engine._tiers.accelerator.is_device(tensor):
+            waits[now[0]] += 1
+        return real_tolist(tensor)
+
+    for name, function in (("done", done), ("wait", wait)):
+        monkeypatch.setattr(SimulatedEvent, name, function)
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    training = Training(precision="bf16", steps=3)
+    model, optimizer = offload.prepare(training.model(), training.config(placement, swap_path))
+    with contextlib.closing(optimizer.engine):
+        for batch in training.batches():
+            now[0] = "forward"
+            loss = model(batch)
+            now[0] = "backward"
+            loss.backward()
+            now[0] = "step"
+            optimizer.step()
+            now[0] = "zero_grad"
+            optimizer.zero_grad()
+        now[0] = ""
+    assert set(waits) <= {*may_wait, ""}, waits

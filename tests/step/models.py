@@ -129,6 +129,7 @@ class Training:
                 "offload_optimizer": {"device": placement.state, "update": placement.update, **path},
             },
             "aio": {"backend": placement.backend},
+            "durability": {"verify": placement.verify},
         }
 
 
@@ -141,6 +142,7 @@ class Placement:
     update: str = "step"
     chunk: int = 8192
     backend: str = "auto"
+    verify: str = "resume"
 
     def __str__(self) -> str:
         return f"{self.param}-{self.state}-{self.update}-{self.chunk}-{self.backend}"

@@ -16,9 +16,9 @@ from offload.bytesize import KiB, format_bytes, parse_bytes, round_up_bytes
 from offload.config import OffloadConfig
 from offload.errors import PlanError
 from offload.inventory import ParamInfo, build_inventory
-from offload.optim import Adam
+from offload.optim import Adam, kernels
 from offload.placement import STATE_PLANES, Placement, placement_of, refuse_unbuilt
-from offload.plan import PIECE_ELEMENTS, MemoryPlan
+from offload.plan import GRAD_SUM_ELEMENTS, PIECE_ELEMENTS, MemoryPlan
 
 GiB = 1 << 30
 
@@ -412,3 +412,7 @@ def test_chunks_cover_every_unit_once(place, sizes):
         assert [chunk.begin for chunk in plan.chunks_of[unit]] == ends[:-1] and ends[-1] == layout.elements
     assert [chunk.index for chunk in plan.chunks] == list(range(len(plan.chunks)))
     assert max(plan.chunk_bytes(chunk) for chunk in plan.chunks) <= plan.chunk_elements * place.state_itemsize
+
+
+def test_a_sum_of_squares_is_of_as_many_elements_as_the_kernel_takes() -> None:
+    assert GRAD_SUM_ELEMENTS == kernels.SQUARE_BLOCK

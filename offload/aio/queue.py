@@ -1,17 +1,4 @@
-"""Asynchronous file transfers: one :class:`Queue` per file, one :class:`Ticket` per transfer.
-
-    with Queue("/mnt/nvme/rank0.swap", size=8 * GiB) as queue:
-        ticket = queue.read(buffer, offset=0)  # returns at once
-        ...
-        ticket.wait()  # the bytes are in `buffer`, or TransferError
-
-Buffers are anything that exports bytes (numpy arrays, memoryviews, mmaps); a buffer is kept alive until its
-transfer is over, whatever happens to the ticket. Offsets, sizes and addresses may be odd; those that are
-multiples of :attr:`Queue.alignment` bypass the page cache. Two transfers in flight at once that overlap in
-the file, one of them a write, have no defined order.
-
-The only module that touches the compiled core.
-"""
+"""A queue: all transfers of one file. A ticket: one of them."""
 
 from __future__ import annotations
 
@@ -23,35 +10,19 @@ import os
 import resource
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from .bytesize import MiB, format_bytes
-from .errors import ConfigError, OffloadError, TransferError
+from ..bytesize import MiB, format_bytes
+from ..errors import ConfigError, OffloadError, TransferError
+from .refusals import BackendErrors, candidates, explain, log_once, memlock_hint, name_of, open_core
+from .stats import DirectionStats, QueueStats
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-try:
-    from . import _aio
-except ImportError as missing:
-    raise ImportError(
-        f"the I/O core (offload._aio) cannot be loaded: {missing}; build it with `pip install -e .`"
-    ) from missing
-
-__all__ = [
-    "NEEDED",
-    "PREFETCH",
-    "WRITE_BACK",
-    "DirectionStats",
-    "Queue",
-    "QueueStats",
-    "Ticket",
-    "backends",
-    "probe",
-]
+    from .. import _aio, aio_python
 
 logger = logging.getLogger("offload.aio")
 
@@ -66,72 +37,6 @@ REQUEST_BYTES: Final = 1 * MiB
 THREADS: Final = 8
 _OFFSET_MAX: Final = (1 << 63) - 1
 
-_REFUSALS: Final = {
-    errno.ENOSYS: "the kernel has no io_uring",
-    errno.EPERM: "a seccomp profile (containers) or the sysctl kernel.io_uring_disabled forbids it",
-    errno.EACCES: "a security module forbids it",
-    errno.ENOMEM: "over the locked-memory limit; raise `ulimit -l`",
-    errno.EOPNOTSUPP: "needs Linux 5.6 or newer",
-    errno.EMFILE: "out of file descriptors; raise `ulimit -n`",
-}
-
-
-def probe() -> dict[str, str | None]:
-    """Every backend of this build, fastest first, and why it is off here; ``None`` where it works."""
-    return {name: _refusal(name) for name in _aio.backend_names()}
-
-
-def backends() -> list[str]:
-    """The backends that work here, fastest first. ``threads`` is always among them."""
-    return [name for name, refusal in probe().items() if refusal is None]
-
-
-def _refusal(name: str) -> str | None:
-    try:
-        _aio.probe(name)
-    except _aio.BackendError as error:
-        return _explain(error)
-    return None
-
-
-def _explain(error: OSError) -> str:
-    code = error.errno or 0
-    reason = _REFUSALS.get(code, os.strerror(code))
-    return f"{error.strerror}: {errno.errorcode.get(code, code)} ({reason})"
-
-
-@dataclass(frozen=True, slots=True)
-class DirectionStats:
-    """What one direction of a queue has done since it was opened."""
-
-    bytes: int
-    """Bytes transferred, each once."""
-    requests: int
-    """Requests that the kernel has answered, refused and short ones included."""
-    resumed: int
-    """Of them: short, and continued where they stopped."""
-    retried: int
-    """Of them: refused for the moment (EINTR, EAGAIN), and tried again."""
-    buffered: int
-    """Of them: through the page cache."""
-    failed: int
-    """Tickets that ended with an error."""
-    in_flight_max: int
-    """Requests in flight at once, at most: whether the queue depth was ever reached."""
-    seconds_busy: float
-    """Time during which at least one request of this direction was in flight."""
-    seconds_latency: float
-    """Sum over the requests of the time each was in flight."""
-    seconds_latency_max: float
-    """The longest that one request was in flight."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStats:
-    read: DirectionStats
-    write: DirectionStats
-    sync: DirectionStats
-
 
 class Ticket:
     """One transfer in flight. Made by :class:`Queue`.
@@ -142,7 +47,7 @@ class Ticket:
 
     __slots__ = ("_core", "_queue", "operation")
 
-    def __init__(self, core: _aio.Ticket, queue: Queue, operation: str) -> None:
+    def __init__(self, core: _aio.Ticket | aio_python.Ticket, queue: Queue, operation: str) -> None:
         self._core, self._queue = core, queue
         self.operation = operation
         """``"read"``, ``"write"`` or ``"fsync"``."""
@@ -208,6 +113,7 @@ class Queue:
         request_bytes: int | Literal["auto"] = "auto",
         direct_io: Literal["auto", "required", "off"] = "auto",
         threads: int | Literal["auto"] = "auto",
+        sqpoll: bool = False,
         size: int | None = None,
         create: bool = True,
         mode: int = 0o600,
@@ -221,6 +127,8 @@ class Queue:
         direct_io: ``auto`` bypasses the page cache where the file system lets it; elsewhere it warns once and
             keeps the cache small. ``required`` fails there. ``off`` uses the page cache as it is.
         threads: of the ``threads`` backend (auto: 8, but no more than ``queue_depth``).
+        sqpoll: of ``io_uring``: a thread of the kernel picks requests up, and needs a core for it while there are
+            any. Where that is refused the log says so once, and all goes on without.
         size: preallocate this much, as :meth:`preallocate` does.
         create: make the file, with ``mode``, if it is not there. With ``create=False`` a file that may not be
             written is opened for reading only.
@@ -233,17 +141,26 @@ class Queue:
             raise ConfigError(f"direct_io must be 'auto', 'required' or 'off', got {direct_io!r}")
         depth = _at_least_one("queue_depth", queue_depth, QUEUE_DEPTH)
         self._core = self._open(
-            _candidates(backend),
+            candidates(backend),
             queue_depth=depth,
             request_bytes=_at_least_one("request_bytes", request_bytes, REQUEST_BYTES),
             direct_io=direct_io,
             threads=_at_least_one("threads", threads, min(THREADS, depth)),
+            sqpoll=sqpoll,
             create=create,
             mode=mode,
             faults=dict(faults) if faults is not None else None,
         )
         _open_queues.add(self)
         self._warn_if_not_direct()
+        if sqpoll and not self._core.sqpoll:
+            code = self._core.sqpoll_refused
+            why = (
+                f"{name_of(code)}: {os.strerror(code)}"
+                if code
+                else f"backend {self.backend} has no such thing"
+            )
+            log_once("sqpoll", f"submission by a kernel thread is refused ({why}); going on without")
         if size is not None:
             try:
                 self.preallocate(size)
@@ -251,35 +168,14 @@ class Queue:
                 self.close()
                 raise
 
-    def _open(
-        self,
-        candidates: list[str],
-        *,
-        queue_depth: int,
-        request_bytes: int,
-        direct_io: str,
-        threads: int,
-        create: bool,
-        mode: int,
-        faults: dict[str, int] | None,
-    ) -> _aio.Queue:
-        for name in candidates:
+    def _open(self, names: list[str], **settings: Any) -> _aio.Queue | aio_python.Queue:
+        for name, instead in zip(names, [*names[1:], None], strict=True):
             try:
-                return _aio.Queue(
-                    path=self.path,
-                    backend=name,
-                    queue_depth=queue_depth,
-                    request_bytes=request_bytes,
-                    direct_io=direct_io,
-                    threads=threads,
-                    create=create,
-                    mode=mode,
-                    faults=faults,
-                )
-            except _aio.BackendError as error:
-                if name == candidates[-1]:
-                    raise OffloadError(f"I/O backend {name!r} cannot be used: {_explain(error)}") from error
-                _log_refusal(name, candidates[candidates.index(name) + 1], _explain(error))
+                return open_core(name, self.path, **settings)
+            except BackendErrors as error:
+                if instead is None:
+                    raise OffloadError(f"I/O backend {name!r} cannot be used: {explain(error)}") from error
+                log_once(name, f"I/O backend {name} is refused: {explain(error)}; using {instead}")
             except ValueError as error:
                 raise ConfigError(str(error)) from None
             except OSError as error:
@@ -320,12 +216,37 @@ class Queue:
                 self.path,
             )
 
+    def register(self, buffer: Buffer) -> bool:
+        """Prepare writable memory, best a whole slab, for transfers to and from any part of it.
+
+        With ``io_uring`` such a transfer costs half the CPU time. The memory is locked, and kept alive, until
+        :meth:`unregister` or the end of :meth:`close`; a ``fork`` meanwhile copies it. False where it stays
+        as it was: with other backends, and over the limit on locked memory, which is logged once.
+        """
+        self._check(0, NEEDED)
+        code = self._core.register(buffer)
+        if code not in (0, errno.ENOTSUP):
+            size = format_bytes(memoryview(buffer).nbytes)
+            why = memlock_hint() if code == errno.ENOMEM else os.strerror(code)
+            log_once(
+                "register",
+                f"memory is not registered with io_uring: {name_of(code)} for {size} ({why}); "
+                "transfers go on without, at more CPU time",
+            )
+        return code == 0
+
+    def unregister(self, buffer: Buffer) -> None:
+        """Unlock and let go of what :meth:`register` was given."""
+        self._check(0, NEEDED)
+        self._core.unregister(buffer)
+
     def stats(self) -> QueueStats:
         stats = self._core.stats()
         return QueueStats(
             read=DirectionStats(**stats["read"]),
             write=DirectionStats(**stats["write"]),
             sync=DirectionStats(**stats["sync"]),
+            cpu_seconds=stats["cpu_seconds"],
         )
 
     @property
@@ -390,7 +311,7 @@ class Queue:
             "%s: direct I/O is refused (%s: %s); going through the page cache, which costs speed and memory "
             "(direct_io='required' makes this an error)",
             self.path,
-            errno.errorcode.get(code, code),
+            name_of(code),
             os.strerror(code),
         )
 
@@ -418,15 +339,6 @@ class Queue:
         return ""
 
 
-def _candidates(backend: str) -> list[str]:
-    names = _aio.backend_names()
-    if backend == "auto":
-        return names
-    if backend not in names:
-        raise ConfigError(f"backend must be 'auto' or one of {', '.join(map(repr, names))}, got {backend!r}")
-    return [backend]
-
-
 def _at_least_one(name: str, value: int | Literal["auto"], auto: int) -> int:
     if value == "auto":
         return auto
@@ -440,17 +352,6 @@ def _free_space(path: str) -> str:
         about = os.statvfs(path)
         return f"{format_bytes(about.f_bavail * about.f_frsize)} free on its file system"
     return ""
-
-
-_refusals_logged: set[str] = set()
-
-
-def _log_refusal(name: str, instead: str, reason: str) -> None:
-    """Once per process: a job opens many queues, and all meet the same refusal."""
-    if name in _refusals_logged:
-        return
-    _refusals_logged.add(name)
-    logger.warning("I/O backend %s is refused: %s; using %s", name, reason, instead)
 
 
 # Threads and descriptors are gone before the interpreter takes its modules apart.
