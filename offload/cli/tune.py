@@ -43,6 +43,8 @@ MAX_WRITE = 16 * GiB
 WRITE_MIN = 16 * MiB
 FILL_SHARE = 0.15
 """Of the time, for the first pass over the file."""
+SEARCH_SHARE = 0.7
+"""Of the time, at least, for the search itself."""
 TRIAL_BYTES = (32 * MiB, 256 * MiB)
 """Least and most of one measurement: with less, what is in flight at its end counts too much."""
 WEIGH_SECONDS = 1.5
@@ -209,7 +211,7 @@ def _announce(path: Path, max_write: int, seconds: float) -> Iterator[str]:
         yield f"  warning: {mount.filesystem} is memory; what is measured is RAM, and is not saved"
         return
     yield (
-        f"  will write at most {format_bytes(max_write)} to it, {100 * max_write / DRIVE_LIFE_BYTES:.2g} % of the"
+        f"  will write at most {format_bytes(max_write)}, {100 * max_write / DRIVE_LIFE_BYTES:.2g} % of the"
         f" life of a 600 TBW drive, in {seconds:.0f} s"
     )
 
@@ -236,6 +238,8 @@ def tune_path(path: Path, display: Display, *, seconds: float, max_write: int) -
             display.say(
                 "  warning: direct I/O is refused: what is measured is the page cache, and is not saved"
             )
+        # Where the file took long (a busy machine, a slow drive), the search still has its time.
+        budget.deadline = max(budget.deadline, time.monotonic() + SEARCH_SHARE * seconds)
         settings = candidates(_backends())
         trial_bytes = _trial_bytes(budget, rig, warm, len(settings))
 

@@ -59,11 +59,11 @@ def test_finds_the_best_of_a_formula(seed: int) -> None:
 
 def test_noise_costs_little() -> None:
     shares = []
-    for seed in range(60):
+    for seed in range(40):
         drive = Drive(seed, noise=0.05)
         best = Search(candidates(BACKENDS), DEFAULT, drive.measure, seed=seed).run()
         shares.append(drive.true_share(best) / max(map(drive.true_share, candidates(BACKENDS))))
-    assert sorted(shares)[3] >= 0.95 and sum(shares) / len(shares) >= 0.98
+    assert sorted(shares)[2] >= 0.95 and sum(shares) / len(shares) >= 0.98
 
 
 def test_later_rounds_have_fewer_settings_and_more_trials_of_each() -> None:
