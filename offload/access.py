@@ -43,19 +43,30 @@ def read_weight(engine: OffloadEngine, stored: StoredParam) -> torch.Tensor:
 
 def read_master(engine: OffloadEngine, stored: StoredParam) -> torch.Tensor:
     """A copy of the exact fp32 value that is trained; of a frozen parameter, its weight as fp32."""
-    weight = read_weight(engine, stored)
     if not stored.trainable or stored.dtype is torch.float32:
+        weight = read_weight(engine, stored)
         return weight.float() if weight.is_floating_point() else weight
-    return stored.join(
-        weight.as_strided((weight.numel(),), (1,)), ChunkAccess(engine).read(stored, "residual")
-    )
+    return join_master(engine, stored, ChunkAccess(engine).read(stored, "residual")["residual"])
 
 
-def write_weight(engine: OffloadEngine, stored: StoredParam, value: torch.Tensor) -> None:
+def join_master(engine: OffloadEngine, stored: StoredParam, residual: torch.Tensor) -> torch.Tensor:
+    """The exact fp32 value of a trained bf16 parameter, whose residual has been read."""
+    weight = read_weight(engine, stored)
+    return stored.join(weight.as_strided((weight.numel(),), (1,)), residual)
+
+
+def write_weight(
+    engine: OffloadEngine,
+    stored: StoredParam,
+    value: torch.Tensor,
+    *,
+    access: ChunkAccess | None = None,
+) -> None:
     """Writes a parameter. Elements that do not change keep their exact master value.
 
     Args:
         value: of the parameter's shape, in its compute type, or in fp32 for a new exact master.
+        access: through which other parameters of the chunk have been written; a new one by default.
     """
     if value.shape != stored.placed.info.shape:
         raise OffloadError(f"{stored.name} has shape {stored.placed.info.shape}, not {tuple(value.shape)}")
@@ -68,8 +79,8 @@ def write_weight(engine: OffloadEngine, stored: StoredParam, value: torch.Tensor
         begin, end = stored.placed.offset, stored.placed.offset + stored.placed.info.nbytes
         has_residual = stored.trainable and stored.dtype is torch.bfloat16
         if has_residual and value.numel():
-            access = ChunkAccess(engine)
-            residual = access.read(stored, "residual")
+            access = access or ChunkAccess(engine)
+            residual = access.read(stored, "residual")["residual"]
             if value.dtype is stored.dtype:
                 kernels.assign_weight(stored.flat_view(plane), residual, stored.flatten(value))
             else:
@@ -86,7 +97,10 @@ def write_weight(engine: OffloadEngine, stored: StoredParam, value: torch.Tensor
 
 
 class ChunkAccess:
-    """State planes of single parameters, read and written through the chunks that hold them."""
+    """State planes of single parameters, read and written through the chunks that hold them.
+
+    The last chunk stays in memory for the next parameter: use one for as long as nothing else changes state.
+    """
 
     def __init__(self, engine: OffloadEngine) -> None:
         engine.settle_updates()
@@ -94,12 +108,14 @@ class ChunkAccess:
         self._chunk: Chunk | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def read(self, stored: StoredParam, plane: str) -> torch.Tensor:
-        """A copy of the parameter's elements in a state plane, flat."""
-        pieces = [
-            self._plane(chunk, plane)[begin:end].clone().cpu() for chunk, begin, end in self._pieces(stored)
-        ]
-        return torch.cat(pieces) if pieces else torch.empty(0)
+    def read(self, stored: StoredParam, *names: str) -> dict[str, torch.Tensor]:
+        """Copies of the parameter's elements in state planes, flat."""
+        pieces: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        for chunk, begin, end in self._pieces(stored):
+            planes = self._planes(chunk)
+            for name in names:
+                pieces[name].append(planes[name][begin:end].clone().cpu())
+        return {name: torch.cat(found) if found else torch.empty(0) for name, found in pieces.items()}
 
     def write(self, stored: StoredParam, planes: dict[str, torch.Tensor]) -> None:
         """Writes flat values into the parameter's elements of the named planes."""
@@ -107,7 +123,7 @@ class ChunkAccess:
         done = 0
         for chunk, begin, end in self._pieces(stored):
             for name, values in planes.items():
-                self._plane(chunk, name)[begin:end].copy_(values[done : done + end - begin])
+                self._planes(chunk)[name][begin:end].copy_(values[done : done + end - begin])
             self._engine.write_chunk(chunk, self._buffer)
             done += end - begin
 
@@ -118,12 +134,11 @@ class ChunkAccess:
             if begin < end:
                 yield chunk, begin - chunk.begin, end - chunk.begin
 
-    def _plane(self, chunk: Chunk, name: str) -> torch.Tensor:
+    def _planes(self, chunk: Chunk) -> dict[str, torch.Tensor]:
         if chunk is not self._chunk:
             self._buffer = self._engine.read_chunk(chunk)
             self._chunk = chunk
-        planes = self._engine.state_planes(chunk, self._buffer)
-        return planes[name]
+        return self._engine.state_planes(chunk, self._buffer)
 
 
 @contextmanager

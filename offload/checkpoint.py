@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,13 +13,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .access import ChunkAccess, gathered, read_master, read_weight, write_weight
+from .access import ChunkAccess, gathered, join_master, read_master, read_weight, write_weight
 from .engine import OffloadEngine
 from .errors import CheckpointError, OffloadError
 from .models.pretrained import TensorSpec, write_checkpoint
-from .partition import StoredParam
+from .partition import StoredParam, is_marker
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+_refusals: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+"""Of modules whose weights are gone: the hook that says so, until they are prepared again."""
 
 
 class StateDictHooks:
@@ -32,12 +37,16 @@ class StateDictHooks:
         self._engine = engine
         self._loading: dict[nn.Module, tuple[ExitStack, dict[StoredParam, torch.Tensor]]] = {}
         self._handles: list[RemovableHandle] = []
+        self._modules: list[nn.Module] = []
         for module in model.modules():
             if any(
                 param in engine.partition.of_param
                 for param in module._parameters.values()
                 if param is not None
             ):
+                self._modules.append(module)
+                if (refusal := _refusals.pop(module, None)) is not None:
+                    refusal.remove()
                 self._handles += [
                     module.register_state_dict_post_hook(functools.partial(self._fill)),
                     module.register_load_state_dict_pre_hook(self._before_load),
@@ -50,10 +59,14 @@ class StateDictHooks:
         return {handle.id for handle in self._handles}
 
     def remove(self) -> None:
-        """Takes the hooks off. Idempotent."""
+        """Takes the hooks off, for good. Modules whose weights are gone with the engine keep one that says so."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for module in self._modules:
+            if any(is_marker(param) for _, param in _params(module)):
+                _refusals[module] = module.register_state_dict_post_hook(refuse_lost)
+        self._modules.clear()
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name, param in _params(module):
@@ -88,28 +101,44 @@ class StateDictHooks:
             write_weight(self._engine, stored, value.float() if exact else value)
 
 
+def refuse_lost(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Hook of ``state_dict()``: markers of absent parameters are no values to save."""
+    lost = [prefix + name for name, _ in _params(module) if is_marker(state.get(prefix + name))]
+    if lost:
+        raise OffloadError(
+            f"{', '.join(lost)}: these weights were on nvme and went with their engine, which is closed; take"
+            " state_dict() before close(), or load values into a model built anew"
+        )
+
+
 def optimizer_state(engine: OffloadEngine) -> Iterator[tuple[StoredParam, dict[str, torch.Tensor]]]:
     """Per trained parameter: ``step``, both moments, and of bf16 weights the exact fp32 ``master``.
 
-    One parameter's state is in memory at a time, and one chunk.
+    One parameter's state is in memory at a time, and one chunk, which is read once: nothing may be trained or
+    written before the last parameter has come.
     """
     access = ChunkAccess(engine)
     for stored in engine.partition.trainable:
+        has_residual = stored.dtype is not torch.float32
+        planes = access.read(stored, *MOMENTS, *(["residual"] if has_residual else []))
         state = {"step": torch.tensor(float(stored.step))}
         for plane in MOMENTS:
-            state[plane] = access.read(stored, plane).as_strided(stored.placed.info.shape, stored.stride)
-        if stored.dtype is not torch.float32:
-            state["master"] = read_master(engine, stored)
+            state[plane] = planes[plane].as_strided(stored.placed.info.shape, stored.stride)
+        if has_residual:
+            state["master"] = join_master(engine, stored, planes["residual"])
         yield stored, state
 
 
-def load_optimizer_state(engine: OffloadEngine, stored: StoredParam, state: dict[str, torch.Tensor]) -> None:
+def load_optimizer_state(engine: OffloadEngine, states: dict[StoredParam, dict[str, torch.Tensor]]) -> None:
     """Writes what :func:`optimizer_state` gave, or torch's Adam gives: then the weights are the master."""
-    check_optimizer_state(stored, state)
-    ChunkAccess(engine).write(stored, {plane: stored.flatten(state[plane]) for plane in MOMENTS})
-    if "master" in state and stored.dtype is not torch.float32:
-        write_weight(engine, stored, state["master"].float())
-    stored.step = int(state["step"])
+    for stored, state in states.items():
+        check_optimizer_state(stored, state)
+    access = ChunkAccess(engine)
+    for stored, state in states.items():
+        access.write(stored, {plane: stored.flatten(state[plane]) for plane in MOMENTS})
+        if "master" in state and stored.dtype is not torch.float32:
+            write_weight(engine, stored, state["master"].float(), access=access)
+        stored.step = int(state["step"])
 
 
 def check_optimizer_state(stored: StoredParam, state: dict[str, torch.Tensor]) -> None:

@@ -89,8 +89,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             check_optimizer_state(stored, state)
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        for stored, state in states.items():
-            load_optimizer_state(self.engine, stored, state)
+        load_optimizer_state(self.engine, states)
 
     def _indices(self) -> dict[torch.Tensor, int]:
         params = [param for group in self.param_groups for param in group["params"]]

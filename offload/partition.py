@@ -309,6 +309,18 @@ def absent_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return _expanded(_marker(dtype), shape)
 
 
+def is_marker(value: object) -> bool:
+    """Whether a tensor stands for one whose bytes are elsewhere, or gone."""
+    if not isinstance(value, torch.Tensor) or value.numel() == 0:
+        return False
+    if any(stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1):
+        return False
+    one = value.detach()[(0,) * value.ndim]
+    return (
+        bool(one.isnan()) if one.is_floating_point() else bool(one == _marker(value.dtype)[0].to(one.device))
+    )
+
+
 def _marker(dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
     """One element that is never plausible."""
     if dtype.is_floating_point or dtype.is_complex:
@@ -317,6 +329,4 @@ def _marker(dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
 
 
 def _expanded(one: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    if 0 in shape:
-        return one[:0].reshape(shape)
     return one.expand(shape) if shape else one.reshape(())

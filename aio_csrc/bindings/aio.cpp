@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <exception>
@@ -16,6 +17,8 @@
 #include <utility>
 #include <vector>
 
+#include "aio_buffer.h"
+#include "aio_faults.h"
 #include "io/backends.h"
 #include "io/error.h"
 #include "io/queue.h"
@@ -24,60 +27,32 @@ namespace py = pybind11;
 
 namespace {
 
+using offload::Added;
+using offload::Buffer;
 using offload::IoOp;
 using offload::IoPriority;
 using offload::IoQueue;
 
+using Clock = std::chrono::steady_clock;
+
 // Between two looks at pending signals: how late Ctrl-C may be. The end of a transfer is noticed at once.
-constexpr auto kSignalSlice = std::chrono::milliseconds(50);
+constexpr double kSliceSeconds = 0.05;
+constexpr auto kSlice = std::chrono::milliseconds(50);
 
-// A view of a Python object's bytes; the object cannot free or move them while it lives. Needs the GIL.
-class Buffer {
- public:
-  Buffer(const py::object& object, bool writable) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_FULL_RO) != 0) throw py::error_already_set();
-    held_ = true;
-    if (PyBuffer_IsContiguous(&view_, 'C') == 0) throw py::buffer_error("the buffer is not C-contiguous");
-    if (writable && view_.readonly != 0)
-      throw py::buffer_error("the buffer is read-only, and a read fills it");
-  }
-  Buffer(Buffer&& other) noexcept : view_(other.view_), held_(std::exchange(other.held_, false)) {}
-  Buffer& operator=(Buffer&&) = delete;
-  ~Buffer() { release(); }
+double seconds_since(Clock::time_point begun) noexcept {
+  return std::chrono::duration<double>(Clock::now() - begun).count();
+}
 
-  void release() noexcept {
-    if (std::exchange(held_, false)) PyBuffer_Release(&view_);
+const char* name_of(IoOp op) noexcept {
+  switch (op) {
+    case IoOp::kRead:
+      return "read";
+    case IoOp::kWrite:
+      return "write";
+    case IoOp::kSync:
+      return "fsync";
   }
-  [[nodiscard]] std::byte* bytes() const noexcept { return static_cast<std::byte*>(view_.buf); }
-  [[nodiscard]] uint64_t size() const noexcept { return static_cast<uint64_t>(view_.len); }
-  [[nodiscard]] bool overlaps(const Buffer& other) const noexcept {
-    return bytes() < other.bytes() + other.size() && other.bytes() < bytes() + size();
-  }
-
- private:
-  Py_buffer view_{};
-  bool held_ = false;
-};
-
-// Waits for `step(slice)` to say true, without the GIL, looking at signals in between. False after `timeout`.
-template <class Step>
-bool wait_in_slices(std::optional<double> timeout, const Step& step) {
-  using Clock = std::chrono::steady_clock;
-  using Seconds = std::chrono::duration<double>;
-  const auto begun = Clock::now();
-  for (;;) {
-    auto slice = std::chrono::nanoseconds(kSignalSlice);
-    const double left = timeout ? *timeout - Seconds(Clock::now() - begun).count() : 1.0;
-    if (timeout) slice = std::clamp(std::chrono::nanoseconds(int64_t(std::min(left, 1.0) * 1e9)), {}, slice);
-    bool over = false;
-    {
-      const py::gil_scoped_release nogil;
-      over = step(slice);
-    }
-    if (over) return true;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    if (timeout && left <= 0) return false;
-  }
+  return "";
 }
 
 template <class Call>
@@ -86,18 +61,37 @@ auto without_gil(const Call& call) {
   return call();
 }
 
+// Note [Waits that do not end]
+// A drive may stop answering, and then a wait would last for ever. Every wait here goes in slices: it notices
+// Ctrl-C, reports itself after `stall_seconds` (and after twice that, four times that, ...), and is given up
+// once both it and the oldest request of the queue are older than `timeout_seconds`. The ticket then fails
+// with ETIMEDOUT, but the kernel may still read or write the buffer: it is kept alive with the queue, and a
+// transfer to or from the same memory waits for it. A close that is given up leaves thread, file and buffers
+// to the process.
+struct Patience {
+  double stall_seconds;
+  double timeout_seconds;
+  py::object on_stall;  // called with what is waited for, for how long, and the oldest request in flight
+};
+
+enum class Waited : uint8_t { kOver, kTimeout, kGivenUp };
+
 class PyTicket;
 
 class PyQueue : public std::enable_shared_from_this<PyQueue> {
  public:
-  explicit PyQueue(const offload::QueueOptions& options) : path_(options.file.path), queue_(make(options)) {}
+  PyQueue(const offload::QueueOptions& options, Patience patience)
+      : path_(options.file.path), patience_(std::move(patience)), queue_(make(options)) {}
 
   ~PyQueue() {
     if (queue_->owned()) {
       const py::gil_scoped_release nogil;
+      cancel_and_join();
       queue_.reset();
     }
-    // Only now may the buffers go: the members are destroyed after this body.
+    if (!abandoned_) return;  // only now may the buffers go: the members are destroyed after this body
+    [[maybe_unused]] const auto* left_orphans = new auto(std::move(orphans_));
+    [[maybe_unused]] const auto* left_registered = new auto(std::move(registered_));
   }
 
   std::unique_ptr<PyTicket> transfer(IoOp op, const py::object& object, uint64_t offset, int priority);
@@ -132,21 +126,48 @@ class PyQueue : public std::enable_shared_from_this<PyQueue> {
     without_gil([&] { return queue_->remove_region({held.bytes(), held.size()}); });
   }
 
-  void close(bool cancel) {
-    if (!queue_->owned()) return;
+  // False where it was given up.
+  bool close(bool cancel) {
+    if (!queue_->owned() || abandoned_) return true;
     queue_->request_close(cancel);
     const auto step = [&](auto slice) { return queue_->join_for(slice); };
     try {
-      wait_in_slices(std::nullopt, step);
+      if (wait("close", std::nullopt, step) == Waited::kGivenUp) abandon();
     } catch (...) {  // Ctrl-C: only what is in flight is still waited for
-      queue_->request_close(/*cancel=*/true);
       const py::gil_scoped_release nogil;
-      while (!queue_->join_for(kSignalSlice)) {
-      }
+      cancel_and_join();
       throw;
     }
+    if (abandoned_) return false;
     orphans_.clear();
     registered_.clear();
+    return true;
+  }
+
+  // Waits for `step(slice)` to say true, without the GIL. See Note [Waits that do not end].
+  template <class Step>
+  Waited wait(const char* what, std::optional<double> timeout, const Step& step) {
+    const auto begun = Clock::now();
+    double next_report = patience_.stall_seconds;
+    for (;;) {
+      const double waited = seconds_since(begun);
+      const double slice = std::clamp(timeout.value_or(waited + 1.0) - waited, 0.0, kSliceSeconds);
+      const auto limit = std::chrono::nanoseconds(static_cast<int64_t>(slice * 1e9));
+      if (without_gil([&] { return step(limit); })) return Waited::kOver;
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      if (timeout && waited >= *timeout) return Waited::kTimeout;
+      if (is_hopeless(waited)) return Waited::kGivenUp;
+      if (waited < next_report) continue;
+      next_report = waited * 2;
+      report_stall(what, waited);
+    }
+  }
+
+  // Whether to give up on something that has lasted for so long.
+  [[nodiscard]] bool is_hopeless(double seconds) const {
+    if (seconds < patience_.timeout_seconds) return false;
+    const auto oldest = queue_->stats().oldest();
+    return oldest && oldest->seconds >= patience_.timeout_seconds;
   }
 
   // Takes over the buffer of a ticket that Python has dropped before it was done.
@@ -163,6 +184,27 @@ class PyQueue : public std::enable_shared_from_this<PyQueue> {
   [[nodiscard]] IoQueue& queue() noexcept { return *queue_; }
 
  private:
+  void abandon() noexcept {
+    abandoned_ = true;
+    queue_->abandon();
+  }
+
+  // Without the GIL.
+  void cancel_and_join() {
+    queue_->request_close(/*cancel=*/true);
+    const auto begun = Clock::now();
+    while (!abandoned_ && !queue_->join_for(kSlice)) {
+      if (is_hopeless(seconds_since(begun))) abandon();
+    }
+  }
+
+  void report_stall(const char* what, double seconds) {
+    const auto oldest = queue_->stats().oldest();
+    py::object request = py::none();
+    if (oldest) request = py::make_tuple(name_of(oldest->op), oldest->offset, oldest->size, oldest->seconds);
+    patience_.on_stall(what, seconds, queue_->capabilities().name, request);
+  }
+
   // What was dropped may still be under way in memory that is used anew: a late read would overwrite it, a
   // late write would take its new bytes to the file.
   void wait_for_orphans(const Buffer& buffer);
@@ -171,11 +213,14 @@ class PyQueue : public std::enable_shared_from_this<PyQueue> {
     return std::make_unique<IoQueue>(options);
   }
 
+  std::shared_ptr<offload::Ticket> submit(const std::shared_ptr<offload::Transfer>& transfer);
   std::unique_ptr<PyTicket> wrap(std::optional<Buffer> buffer, std::shared_ptr<offload::Ticket> ticket);
 
   [[noreturn]] void raise_closed() const { throw py::value_error("the queue of " + path_ + " is closed"); }
 
   const std::string path_;
+  const Patience patience_;
+  bool abandoned_ = false;
   std::list<Buffer> registered_;
   std::list<std::pair<Buffer, std::shared_ptr<offload::Ticket>>> orphans_;
   std::unique_ptr<IoQueue> queue_;
@@ -194,34 +239,59 @@ class PyTicket {
   ~PyTicket() {
     // In a forked child the transfer goes to the parent's memory, and the ticket's lock may be held for ever.
     if (!buffer_ || ticket_->done() || !queue_->queue().owned()) return;
-    queue_->adopt(std::move(*buffer_), ticket_);
+    hand_over();
   }
 
   bool done() {
-    if (!ticket_->done()) return false;
-    buffer_.reset();
-    return true;
+    if (given_up_) return true;
+    if (ticket_->done()) {
+      buffer_.reset();
+      return true;
+    }
+    if (queue_->queue().owned() && queue_->is_hopeless(ticket_->seconds())) give_up();
+    return given_up_;
   }
 
   bool wait(std::optional<double> timeout) {
     if (done()) return true;
     queue_->require_owned();
     const auto ticket = ticket_;
-    if (!wait_in_slices(timeout, [&](auto slice) { return ticket->wait_for(slice); })) return false;
+    const auto step = [&](auto slice) { return ticket->wait_for(slice); };
+    if (queue_->wait(name_of(ticket->op()), timeout, step) == Waited::kGivenUp) give_up();
     return done();
   }
+
+  void cancel() {
+    if (done()) return;
+    queue_->require_owned();
+    queue_->queue().cancel(ticket_);
+  }
+
+  [[nodiscard]] int error() const noexcept { return given_up_ ? ETIMEDOUT : ticket_->error(); }
+  [[nodiscard]] uint64_t bytes_done() const noexcept { return given_up_ ? 0 : ticket_->bytes_done(); }
 
   [[nodiscard]] const offload::Ticket& ticket() const noexcept { return *ticket_; }
 
  private:
+  void hand_over() {
+    if (buffer_) queue_->adopt(std::move(*buffer_), ticket_);
+    buffer_.reset();
+  }
+
+  // Unless it has ended after all.
+  void give_up() {
+    given_up_ = !ticket_->done();
+    if (given_up_) hand_over();
+  }
+
   std::shared_ptr<PyQueue> queue_;
+  bool given_up_ = false;
   std::optional<Buffer> buffer_;
   std::shared_ptr<offload::Ticket> ticket_;
 };
 
 std::unique_ptr<PyTicket> PyQueue::wrap(std::optional<Buffer> buffer,
                                         std::shared_ptr<offload::Ticket> ticket) {
-  if (ticket == nullptr) raise_closed();
   return std::make_unique<PyTicket>(shared_from_this(), std::move(buffer), std::move(ticket));
 }
 
@@ -234,9 +304,29 @@ std::unique_ptr<PyTicket> PyQueue::transfer(IoOp op, const py::object& object, u
     throw py::value_error("the transfer ends beyond the largest file offset, 2**63 - 1");
   }
   const auto urgency = static_cast<IoPriority>(priority);
-  auto ticket = op == IoOp::kRead ? queue_->read(buffer.bytes(), buffer.size(), offset, urgency)
-                                  : queue_->write(buffer.bytes(), buffer.size(), offset, urgency);
+  auto ticket = submit(IoQueue::make(op, buffer.bytes(), buffer.size(), offset, urgency));
   return wrap(std::move(buffer), std::move(ticket));
+}
+
+// Waits where there is no room for the bytes.
+std::shared_ptr<offload::Ticket> PyQueue::submit(const std::shared_ptr<offload::Transfer>& transfer) {
+  Added added = queue_->add_within({}, transfer);
+  if (added == Added::kNoRoom) {
+    const auto step = [&](auto slice) {
+      added = queue_->add_within(slice, transfer);
+      return added != Added::kNoRoom;
+    };
+    try {
+      if (wait("room in the queue", std::nullopt, step) == Waited::kGivenUp) {
+        throw offload::IoError(ETIMEDOUT, name_of(transfer->ticket->op()));
+      }
+    } catch (...) {
+      queue_->leave_line(*transfer);
+      throw;
+    }
+  }
+  if (added == Added::kClosed) raise_closed();
+  return transfer->ticket;
 }
 
 void PyQueue::wait_for_orphans(const Buffer& buffer) {
@@ -244,13 +334,17 @@ void PyQueue::wait_for_orphans(const Buffer& buffer) {
   std::vector<std::shared_ptr<offload::Ticket>> tickets;  // the list may change while the GIL is released
   for (const auto& [held, ticket] : orphans_)
     if (held.overlaps(buffer)) tickets.push_back(ticket);
-  for (const auto& ticket : tickets)
-    wait_in_slices(std::nullopt, [&](auto slice) { return ticket->wait_for(slice); });
+  for (const auto& ticket : tickets) {
+    const auto step = [&](auto slice) { return ticket->wait_for(slice); };
+    if (wait("memory that an earlier transfer uses", std::nullopt, step) == Waited::kGivenUp) {
+      throw offload::IoError(ETIMEDOUT, name_of(ticket->op()));
+    }
+  }
 }
 
 std::unique_ptr<PyTicket> PyQueue::sync() {
   require_owned();
-  return wrap(std::nullopt, queue_->sync());
+  return wrap(std::nullopt, submit(IoQueue::make(IoOp::kSync, nullptr, 0, 0, IoPriority::kNeeded)));
 }
 
 offload::DirectIo parse_direct_io(const std::string& name) {
@@ -260,43 +354,19 @@ offload::DirectIo parse_direct_io(const std::string& name) {
   throw py::value_error("direct_io must be 'auto', 'required' or 'off', got '" + name + "'");
 }
 
-offload::FaultPlan parse_faults(const std::map<std::string, uint64_t>& faults) {
-  offload::FaultPlan plan;
-  const std::map<std::string, uint64_t*> fields = {
-      {"seed", &plan.seed},
-      {"short_one_in", &plan.short_one_in},
-      {"eintr_one_in", &plan.eintr_one_in},
-      {"eagain_one_in", &plan.eagain_one_in},
-      {"fail_at", &plan.fail_at},
-      {"fail_errno", &plan.fail_errno},
-      {"fail_count", &plan.fail_count},
-      {"sync_errno", &plan.sync_errno},
-      {"delay_at", &plan.delay_at},
-      {"delay_ms", &plan.delay_ms},
-      {"reorder", &plan.reorder},
-      {"refuse_direct", &plan.refuse_direct},
-      {"submit_one", &plan.submit_one},
-      {"bytes_per_second", &plan.bytes_per_second},
-  };
-  for (const auto& [name, value] : faults) {
-    const auto field = fields.find(name);
-    if (field == fields.end()) throw py::value_error("no fault is called '" + name + "'");
-    *field->second = value;
-  }
-  return plan;
-}
-
 std::shared_ptr<PyQueue> open_queue(const std::string& path, const std::string& backend, size_t queue_depth,
                                     uint64_t request_bytes, const std::string& direct_io, size_t threads,
-                                    bool sqpoll, bool create, unsigned mode,
+                                    bool sqpoll, bool create, unsigned mode, uint64_t bytes_pending_max,
+                                    double stall_seconds, double timeout_seconds, py::object on_stall,
                                     const std::optional<std::map<std::string, uint64_t>>& faults) {
   offload::QueueOptions options;
   options.file = {path, parse_direct_io(direct_io), create, static_cast<mode_t>(mode)};
   options.backend = backend;
   options.backend_options = {queue_depth, threads, sqpoll};
   options.request_bytes = request_bytes;
-  if (faults) options.faults = parse_faults(*faults);
-  return std::make_shared<PyQueue>(options);
+  options.bytes_pending_max = bytes_pending_max;
+  if (faults) options.faults = offload::parse_faults(*faults);
+  return std::make_shared<PyQueue>(options, Patience{stall_seconds, timeout_seconds, std::move(on_stall)});
 }
 
 py::dict stats_of(PyQueue& self) {
@@ -356,18 +426,20 @@ PYBIND11_MODULE(_aio, m) {
 
   py::class_<PyTicket>(m, "Ticket")
       .def("done", &PyTicket::done)
+      .def("cancel", &PyTicket::cancel)
       .def("wait", &PyTicket::wait, py::arg("timeout") = py::none())
       .def_property_readonly("offset", [](const PyTicket& self) { return self.ticket().offset(); })
       .def_property_readonly("size", [](const PyTicket& self) { return self.ticket().size(); })
-      .def_property_readonly("error", [](const PyTicket& self) { return self.ticket().error(); })
-      .def_property_readonly("bytes_done", [](const PyTicket& self) { return self.ticket().bytes_done(); })
+      .def_property_readonly("error", &PyTicket::error)
+      .def_property_readonly("bytes_done", &PyTicket::bytes_done)
       .def_property_readonly("order", [](const PyTicket& self) { return self.ticket().order(); })
       .def_property_readonly("seconds", [](const PyTicket& self) { return self.ticket().seconds(); });
 
   py::class_<PyQueue, std::shared_ptr<PyQueue>>(m, "Queue")
       .def(py::init(&open_queue), py::kw_only(), py::arg("path"), py::arg("backend"), py::arg("queue_depth"),
            py::arg("request_bytes"), py::arg("direct_io"), py::arg("threads"), py::arg("sqpoll"),
-           py::arg("create"), py::arg("mode"), py::arg("faults") = py::none())
+           py::arg("create"), py::arg("mode"), py::arg("bytes_pending_max"), py::arg("stall_seconds"),
+           py::arg("timeout_seconds"), py::arg("on_stall"), py::arg("faults") = py::none())
       .def(
           "read",
           [](PyQueue& self, const py::object& buffer, uint64_t offset, int priority) {

@@ -57,23 +57,30 @@ size_t FaultyBackend::submit(std::span<const IoRequest> requests) {
     ++data_operations_;
     const uint64_t luck = draw(original);
     if (plan_.delay_ms != 0 && (plan_.delay_at == 0 || plan_.delay_at == data_operations_)) {
-      delayed_[original.token] = true;
+      delayed_.insert(original.token);
     }
     if (const auto refused = refusal(original, luck)) {
       held_.push_back({original.token, *refused});
       ++count;
       continue;
     }
-    IoRequest request = original;
-    if (const auto cut = shortened(original, luck)) {
-      altered_.emplace(original.token, *cut);
-      request.size = cut->request.size;
-    }
-    if (inner_->submit({&request, 1}) != 1) std::abort();  // there was room
-    ++inner_in_flight_;
+    if (plan_.lose_at == data_operations_ || one_in(plan_.lose_one_in, luck, 5)) lost_.insert(original.token);
+    auto altered = torn(original, luck);
+    if (!altered) altered = shortened(original, luck);
+    start(original, altered);
     ++count;
   }
   return count;
+}
+
+void FaultyBackend::start(const IoRequest& request, const std::optional<Altered>& altered) {
+  if (altered && altered->request.size == 0) {  // torn before its first byte
+    held_.push_back({request.token, altered->result});
+    return;
+  }
+  if (altered) altered_.emplace(request.token, *altered);
+  if (inner_->submit({altered ? &altered->request : &request, 1}) != 1) std::abort();  // there was room
+  ++inner_in_flight_;
 }
 
 uint64_t FaultyBackend::draw(const IoRequest& request) {
@@ -98,7 +105,20 @@ std::optional<FaultyBackend::Altered> FaultyBackend::shortened(const IoRequest& 
   const uint64_t result = 1 + mix(luck ^ 4) % (request.size - 1);
   IoRequest carried_out = request;
   carried_out.size = is_direct(request.fd) ? (result + kBlock - 1) / kBlock * kBlock : result;
-  return Altered{carried_out, static_cast<int64_t>(result)};
+  return Altered{carried_out, static_cast<int64_t>(result), false};
+}
+
+std::optional<FaultyBackend::Altered> FaultyBackend::torn(const IoRequest& request, uint64_t luck) const {
+  if (request.op != IoOp::kWrite) return std::nullopt;
+  const bool fails = plan_.tear_at == data_operations_ || one_in(plan_.tear_one_in, luck, 6);
+  const bool silent =
+      plan_.tear_silently_at == data_operations_ || one_in(plan_.tear_silently_one_in, luck, 7);
+  if (!fails && !silent) return std::nullopt;
+  IoRequest part = request;
+  part.size = mix(luck ^ 8) % request.size;
+  if (is_direct(request.fd)) part.size -= part.size % kBlock;
+  return Altered{part, fails ? -static_cast<int64_t>(plan_.fail_errno) : static_cast<int64_t>(request.size),
+                 true};
 }
 
 void FaultyBackend::pull(size_t count_min) {
@@ -106,19 +126,22 @@ void FaultyBackend::pull(size_t count_min) {
   const size_t count = inner_->reap(done, count_min);
   inner_in_flight_ -= count;
   for (size_t i = 0; i < count; ++i) {
-    IoCompletion completion = done[i];
-    if (const auto found = altered_.find(completion.token); found != altered_.end()) {
-      const IoRequest& request = found->second.request;
-      if (completion.result > found->second.result) {
-        completion.result = found->second.result;
-        if (request.op == IoOp::kRead) {
-          const auto kept = static_cast<uint64_t>(completion.result);
-          std::memset(request.buffer + kept, 0xA5, request.size - kept);
-        }
-      }
-      altered_.erase(found);
-    }
-    held_.push_back(completion);
+    alter(done[i]);
+    if (!lost_.contains(done[i].token)) held_.push_back(done[i]);
+  }
+}
+
+void FaultyBackend::alter(IoCompletion& completion) {
+  const auto found = altered_.find(completion.token);
+  if (found == altered_.end()) return;
+  const auto [request, result, is_torn] = found->second;
+  altered_.erase(found);
+  if (is_torn) {
+    if (completion.result >= 0) completion.result = result;
+  } else if (completion.result > result) {
+    completion.result = result;
+    const auto kept = static_cast<uint64_t>(result);
+    if (request.op == IoOp::kRead) std::memset(request.buffer + kept, 0xA5, request.size - kept);
   }
 }
 

@@ -8,6 +8,7 @@
 #include <optional>
 #include <tuple>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "io/backend.h"
 
@@ -22,12 +23,18 @@ struct FaultPlan {
   uint64_t eagain_one_in = 0;  // refused with EAGAIN, not carried out
   uint64_t fail_at = 0;        // this data operation fails with fail_errno, not carried out
   uint64_t fail_errno = 5;
-  uint64_t fail_count = 1;        // and so many from there on
-  uint64_t sync_errno = 0;        // every sync fails so
-  uint64_t delay_at = 0;          // this data operation completes late; see delay_ms
-  uint64_t delay_ms = 0;          // with delay_at 0 every operation does
-  uint64_t reorder = 0;           // 1: completions are handed out in random order
-  uint64_t refuse_direct = 0;     // 1: transfers through an O_DIRECT descriptor fail with EINVAL
+  uint64_t fail_count = 1;     // and so many from there on
+  uint64_t sync_errno = 0;     // every sync fails so
+  uint64_t delay_at = 0;       // this data operation completes late; see delay_ms
+  uint64_t delay_ms = 0;       // with delay_at 0 every operation does
+  uint64_t reorder = 0;        // 1: completions are handed out in random order
+  uint64_t refuse_direct = 0;  // 1: transfers through an O_DIRECT descriptor fail with EINVAL
+  uint64_t tear_at = 0;        // this data operation, if a write, stores a part and fails with fail_errno
+  uint64_t tear_one_in = 0;
+  uint64_t tear_silently_at = 0;  // this one, if a write, stores a part and says that it stored all
+  uint64_t tear_silently_one_in = 0;
+  uint64_t lose_at = 0;  // this data operation is carried out and never reported
+  uint64_t lose_one_in = 0;
   uint64_t submit_one = 0;        // 1: submit takes one request at a time
   uint64_t bytes_per_second = 0;  // completions are handed out no faster than this
 };
@@ -49,13 +56,18 @@ class FaultyBackend final : public IoBackend {
   [[nodiscard]] double cpu_seconds() const noexcept override { return inner_->cpu_seconds(); }
 
  private:
-  struct Altered {  // a transfer that the inner backend carries out and whose result is cut to `result`
+  // A transfer that the inner backend carries out in part. Its result is cut to `result`, or replaced by it.
+  struct Altered {
     IoRequest request;
     int64_t result;
+    bool torn;
   };
 
   [[nodiscard]] std::optional<int64_t> refusal(const IoRequest& request, uint64_t luck);
   [[nodiscard]] std::optional<Altered> shortened(const IoRequest& request, uint64_t luck) const;
+  [[nodiscard]] std::optional<Altered> torn(const IoRequest& request, uint64_t luck) const;
+  void start(const IoRequest& request, const std::optional<Altered>& altered);
+  void alter(IoCompletion& completion);
   [[nodiscard]] uint64_t draw(const IoRequest& request);
   void pull(size_t count_min);
   void keep_to_rate(int64_t result);
@@ -67,7 +79,8 @@ class FaultyBackend final : public IoBackend {
   size_t inner_in_flight_ = 0;
   std::map<std::tuple<IoOp, uint64_t>, uint64_t> tries_;  // by place in the file
   std::unordered_map<uint64_t, Altered> altered_;         // by token
-  std::unordered_map<uint64_t, bool> delayed_;            // by token
+  std::unordered_set<uint64_t> delayed_;                  // by token
+  std::unordered_set<uint64_t> lost_;                     // by token
   std::deque<IoCompletion> held_;
   std::chrono::steady_clock::time_point rate_next_{};  // when the next completion may be handed out
 };

@@ -7,6 +7,10 @@ IoQueue::IoQueue(const QueueOptions& options) : worker_(std::make_unique<Worker>
 }
 
 IoQueue::~IoQueue() {
+  if (abandoned_) {
+    [[maybe_unused]] const Worker* left = worker_.release();
+    return;
+  }
   if (owned()) {
     worker_->request_stop(/*cancel=*/true);
     while (!join_for(std::chrono::hours(1))) {
@@ -31,26 +35,13 @@ bool IoQueue::preallocate(uint64_t size) {
   return worker_->file().preallocate(size);
 }
 
-std::shared_ptr<Ticket> IoQueue::read(std::byte* buffer, uint64_t size, uint64_t offset,
-                                      IoPriority priority) {
-  return add(IoOp::kRead, buffer, size, offset, priority);
-}
-
-std::shared_ptr<Ticket> IoQueue::write(const std::byte* buffer, uint64_t size, uint64_t offset,
-                                       IoPriority priority) {
-  return add(IoOp::kWrite, const_cast<std::byte*>(buffer), size, offset, priority);  // only read from
-}
-
-std::shared_ptr<Ticket> IoQueue::sync() { return add(IoOp::kSync, nullptr, 0, 0, IoPriority::kNeeded); }
-
-std::shared_ptr<Ticket> IoQueue::add(IoOp op, std::byte* buffer, uint64_t size, uint64_t offset,
-                                     IoPriority priority) {
-  auto ticket = std::make_shared<Ticket>(op, offset, size);
+std::shared_ptr<Transfer> IoQueue::make(IoOp op, std::byte* buffer, uint64_t size, uint64_t offset,
+                                        IoPriority priority) {
   auto transfer = std::make_shared<Transfer>();
-  transfer->ticket = ticket;
+  transfer->ticket = std::make_shared<Ticket>(op, offset, size);
   transfer->buffer = buffer;
   transfer->priority = priority;
-  return worker_->add(std::move(transfer)) ? ticket : nullptr;
+  return transfer;
 }
 
 }  // namespace offload

@@ -15,7 +15,7 @@ namespace offload {
 
 // All transfers of one file, kept in flight by one thread.
 //
-// The life of a request: read() or write() makes a Ticket and a Transfer, leaves the Transfer in the inbox
+// The life of a request: make() makes a Ticket and a Transfer, add_within() leaves the Transfer in the inbox
 // and wakes the Worker's thread, which moves it to the Schedule. Whenever one of the queue_depth slots is
 // free, the Schedule cuts the next Piece off the transfer that goes first, by priority and then by age; the
 // piece takes the slot, and the slot's index is the token of the IoRequest the backend gets. Every completion
@@ -33,14 +33,17 @@ class IoQueue {
   IoQueue(const IoQueue&) = delete;
   IoQueue& operator=(const IoQueue&) = delete;
 
-  // The buffer must stay valid until the ticket is done. nullptr where the queue is closed. From any thread.
-  [[nodiscard]] std::shared_ptr<Ticket> read(std::byte* buffer, uint64_t size, uint64_t offset,
-                                             IoPriority priority);
-  [[nodiscard]] std::shared_ptr<Ticket> write(const std::byte* buffer, uint64_t size, uint64_t offset,
-                                              IoPriority priority);
-  // Done when all writes submitted before are on stable storage. Says nothing of their errors: those are in
-  // their own tickets.
-  [[nodiscard]] std::shared_ptr<Ticket> sync();
+  // A transfer for add_within(). A sync is done when all writes accepted before it are on stable storage; it
+  // says nothing of their errors: those are in their own tickets. The buffer of the others must stay valid
+  // until the ticket is done; a write only reads it.
+  [[nodiscard]] static std::shared_ptr<Transfer> make(IoOp op, std::byte* buffer, uint64_t size,
+                                                      uint64_t offset, IoPriority priority);
+  // From any thread. See Worker.
+  [[nodiscard]] Added add_within(std::chrono::nanoseconds limit, const std::shared_ptr<Transfer>& transfer) {
+    return worker_->add_within(limit, transfer);
+  }
+  void leave_line(const Transfer& transfer) noexcept { worker_->leave_line(transfer); }
+  void cancel(std::shared_ptr<const Ticket> ticket) { worker_->cancel(std::move(ticket)); }
 
   // Takes no more transfers; carries out what is pending or, with `cancel`, ends it with ECANCELED. What is
   // in flight always ends by itself. Idempotent; a later call may add `cancel`. From any thread, without
@@ -66,12 +69,15 @@ class IoQueue {
   [[nodiscard]] size_t queue_depth() const noexcept { return worker_->queue_depth(); }
   [[nodiscard]] double cpu_seconds() const noexcept { return worker_->cpu_seconds(); }
 
- private:
-  std::shared_ptr<Ticket> add(IoOp op, std::byte* buffer, uint64_t size, uint64_t offset,
-                              IoPriority priority);
+  // Gives up on requests that are never answered: thread, file and memory of the queue are left to the
+  // process, for the kernel may still use them. Buffers must stay, too. Nothing but stats() is of use
+  // afterwards.
+  void abandon() noexcept { abandoned_ = true; }
 
+ private:
   const pid_t owner_pid_ = ::getpid();
   std::unique_ptr<Worker> worker_;
+  bool abandoned_ = false;
   std::mutex file_mutex_;  // nobody closes a descriptor that somebody else is calling the kernel with
 };
 

@@ -76,7 +76,25 @@ void Schedule::drop(Transfer& transfer) {
     --transfer.pieces_open;
     return true;
   });
-  std::erase_if(level.waiting, [&](const auto& waiting) { return waiting.get() == &transfer; });
+  const auto is_it = [&](const auto& waiting) { return waiting.get() == &transfer; };
+  std::erase_if(level.waiting, is_it);
+  std::erase_if(syncs_, is_it);
+}
+
+std::shared_ptr<Transfer> Schedule::find(const Ticket& ticket) const {
+  const auto is_it = [&](const std::shared_ptr<Transfer>& transfer) {
+    return transfer->ticket.get() == &ticket;
+  };
+  if (const auto found = std::find_if(syncs_.begin(), syncs_.end(), is_it); found != syncs_.end())
+    return *found;
+  for (const Level& level : levels_) {
+    for (const Piece& piece : level.resumed) {
+      if (is_it(piece.transfer)) return piece.transfer;
+    }
+    const auto found = std::find_if(level.waiting.begin(), level.waiting.end(), is_it);
+    if (found != level.waiting.end()) return *found;
+  }
+  return nullptr;
 }
 
 void Schedule::ended(const Transfer& transfer) {

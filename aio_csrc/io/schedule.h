@@ -20,6 +20,7 @@ struct Transfer {
   std::byte* buffer;
   IoPriority priority;
   uint64_t number = 0;        // order of submission within the queue
+  uint64_t place = 0;         // in the line for room, if it had to wait there
   uint64_t bytes_cut = 0;     // handed out as pieces so far
   uint64_t bytes_done = 0;    // of pieces that have ended
   uint32_t pieces_open = 0;   // handed out, not ended
@@ -61,6 +62,9 @@ class Schedule {
 
   // Gives up what is not in flight of a transfer that has failed.
   void drop(Transfer& transfer);
+
+  // What is not in flight of this ticket's transfer; nullptr where all is, or nothing is left.
+  [[nodiscard]] std::shared_ptr<Transfer> find(const Ticket& ticket) const;
 
   // A transfer has ended; syncs that waited for it may go.
   void ended(const Transfer& transfer);

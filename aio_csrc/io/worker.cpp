@@ -77,14 +77,49 @@ void Worker::make_backend_and_slots() {
   for (size_t i = depth; i-- > 0;) slots_free_.push_back(static_cast<uint32_t>(i));
 }
 
-bool Worker::add(std::shared_ptr<Transfer> transfer) {
-  const std::lock_guard lock(mutex_);
-  if (stopping_) return false;
+Added Worker::add_within(std::chrono::nanoseconds limit, const std::shared_ptr<Transfer>& transfer) {
+  const uint64_t bytes = transfer->ticket->size();
+  std::unique_lock lock(mutex_);
+  if (options_.bytes_pending_max != 0) {
+    if (transfer->place == 0) transfer->place = ++places_given_;
+    const Place place = {transfer->priority, transfer->place};
+    line_.insert(place);
+    if (!room_.wait_for(lock, limit, [&] { return stopping_ || may_enter(place, bytes); }))
+      return Added::kNoRoom;
+    line_.erase(place);
+    if (!line_.empty()) room_.notify_all();  // there may be room for the next one, too
+  }
+  if (stopping_) return Added::kClosed;
+  bytes_pending_ += bytes;
   transfer->number = ++transfers_added_;
-  inbox_.push_back(std::move(transfer));
-  if (sleeping_) backend_->wake();
-  sleeping_ = false;  // one wake is enough
-  return true;
+  inbox_.push_back(transfer);
+  if (has_slots_) wake_thread();
+  return Added::kYes;
+}
+
+bool Worker::may_enter(const Place& place, uint64_t bytes) const noexcept {
+  return *line_.begin() == place &&
+         (bytes_pending_ == 0 || bytes_pending_ + bytes <= options_.bytes_pending_max);
+}
+
+void Worker::leave_line(const Transfer& transfer) noexcept {
+  const std::lock_guard lock(mutex_);
+  line_.erase({transfer.priority, transfer.place});
+  room_.notify_all();
+}
+
+void Worker::cancel(std::shared_ptr<const Ticket> ticket) {
+  const std::lock_guard lock(mutex_);
+  if (exited_) return;
+  cancels_.push_back(std::move(ticket));
+  wake_thread();
+}
+
+// Under the lock. One wake is enough.
+void Worker::wake_thread() noexcept {
+  if (reaping_) backend_->wake();
+  reaping_ = false;
+  has_slots_ = false;
 }
 
 void Worker::request_stop(bool cancel) noexcept {
@@ -92,8 +127,8 @@ void Worker::request_stop(bool cancel) noexcept {
   if (exited_) return;
   stopping_ = true;
   cancelling_ |= cancel;
-  if (sleeping_) backend_->wake();
-  sleeping_ = false;
+  wake_thread();
+  room_.notify_all();
 }
 
 int Worker::change_region(std::span<std::byte> region, bool add) {
@@ -102,8 +137,7 @@ int Worker::change_region(std::span<std::byte> region, bool add) {
     const std::lock_guard lock(mutex_);
     if (stopping_) return EBADF;
     error = region_changes_.emplace_back(RegionChange{region, add, {}}).error.get_future();
-    if (sleeping_) backend_->wake();
-    sleeping_ = false;
+    wake_thread();
   }
   return error.get();
 }
@@ -143,9 +177,12 @@ double Worker::cpu_seconds() noexcept {
 void Worker::take_inbox() {
   std::vector<std::shared_ptr<Transfer>> arrived;
   std::vector<RegionChange> changes;
+  std::vector<std::shared_ptr<const Ticket>> cancels;
   {
     const std::lock_guard lock(mutex_);
-    sleeping_ = false;
+    reaping_ = false;
+    has_slots_ = false;
+    cancels.swap(cancels_);
     arrived.swap(inbox_);
     changes.swap(region_changes_);
     stop_seen_ = stopping_;
@@ -163,7 +200,17 @@ void Worker::take_inbox() {
       schedule_.add(std::move(transfer));
     }
   }
-  if (!cancel_seen_) return;
+  for (const auto& ticket : cancels) {
+    const auto transfer = schedule_.find(*ticket);
+    if (transfer == nullptr || transfer->error != 0) continue;
+    transfer->error = ECANCELED;
+    schedule_.drop(*transfer);
+    end_if_over(*transfer);
+  }
+  if (cancel_seen_) cancel_all();
+}
+
+void Worker::cancel_all() {
   for (const auto& transfer : schedule_.drop_all()) {
     if (transfer->error == 0) transfer->error = ECANCELED;
     end_if_over(*transfer);
@@ -207,15 +254,16 @@ IoRequest Worker::request_of(const Piece& piece, uint64_t token) noexcept {
           token};
 }
 
-// Under the lock that add() and request_stop() take: what arrives later finds `sleeping_` and wakes the
-// backend.
+// Under the lock that those who bring work take: what arrives later finds `reaping_` and wakes the backend.
 Worker::Next Worker::decide() {
   const size_t in_flight = slots_.size() - slots_free_.size();
   const std::lock_guard lock(mutex_);
-  if (!inbox_.empty() || !region_changes_.empty() || stopping_ != stop_seen_ || cancelling_ != cancel_seen_)
+  if (!inbox_.empty() || !region_changes_.empty() || !cancels_.empty() || stopping_ != stop_seen_ ||
+      cancelling_ != cancel_seen_)
     return Next::kLookAgain;
   if (stop_seen_ && in_flight == 0 && schedule_.empty()) return Next::kStop;
-  sleeping_ = !slots_free_.empty();  // with all slots taken, new work has to wait for a completion anyway
+  reaping_ = true;
+  has_slots_ = !slots_free_.empty();  // with all slots taken, new work has to wait for a completion anyway
   return Next::kReap;
 }
 
@@ -294,6 +342,9 @@ void Worker::end_if_over(Transfer& transfer) {
   schedule_.ended(transfer);
   if (transfer.error != 0) stats_.failed(transfer.ticket->op());
   transfer.ticket->finish(transfer.error, transfer.bytes_done, ++tickets_finished_);
+  const std::lock_guard lock(mutex_);
+  bytes_pending_ -= transfer.ticket->size();
+  if (!line_.empty()) room_.notify_all();
 }
 
 }  // namespace offload

@@ -7,9 +7,11 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "io/backends.h"
@@ -26,8 +28,11 @@ struct QueueOptions {
   BackendOptions backend_options;
   uint64_t request_bytes = uint64_t{1}
                            << 20;   // size of one request at most; a multiple of the file's alignment
+  uint64_t bytes_pending_max = 0;   // accepted and not done, at most; 0: no limit
   std::optional<FaultPlan> faults;  // tests only
 };
+
+enum class Added : uint8_t { kYes, kNoRoom, kClosed };
 
 // The thread of one queue, and all that it works on: file, backend, schedule, slots. Apart from IoQueue so
 // that a forked child can leave it untouched as a whole.
@@ -36,8 +41,14 @@ class Worker {
   explicit Worker(const QueueOptions& options);  // opens the file; throws IoError, std::invalid_argument
   void start();                                  // throws BackendError
 
-  // False where the worker is stopping.
-  [[nodiscard]] bool add(std::shared_ptr<Transfer> transfer);
+  // Accepts a transfer once there is room for its bytes, for which it waits no longer than `limit`; it keeps
+  // its place in the line for the next try, or leaves it. The highest priority is first in line, and within
+  // it who came first. A transfer larger than all the room is accepted alone.
+  [[nodiscard]] Added add_within(std::chrono::nanoseconds limit, const std::shared_ptr<Transfer>& transfer);
+  void leave_line(const Transfer& transfer) noexcept;
+
+  // Ends with ECANCELED what is not in flight of the transfer; nothing happens where all is, or it is done.
+  void cancel(std::shared_ptr<const Ticket> ticket);
   void request_stop(bool cancel) noexcept;
 
   // See IoBackend::add_region; EBADF where the worker is stopping.
@@ -61,6 +72,11 @@ class Worker {
   };
   enum class Next : uint8_t { kReap, kLookAgain, kStop };
 
+  using Place = std::pair<IoPriority, uint64_t>;
+
+  [[nodiscard]] bool may_enter(const Place& place, uint64_t bytes) const noexcept;
+  void wake_thread() noexcept;
+  void cancel_all();
   [[nodiscard]] int change_region(std::span<std::byte> region, bool add);
   void make_backend_and_slots();
   void run();
@@ -95,8 +111,14 @@ class Worker {
   std::mutex mutex_;  // guards all below
   std::vector<std::shared_ptr<Transfer>> inbox_;
   std::vector<RegionChange> region_changes_;
+  std::vector<std::shared_ptr<const Ticket>> cancels_;
   uint64_t transfers_added_ = 0;
-  bool sleeping_ = false;  // the thread is in a reap that new work must end
+  bool reaping_ = false;    // the thread is in a reap, or about to be
+  bool has_slots_ = false;  // new work must end it
+  uint64_t bytes_pending_ = 0;
+  uint64_t places_given_ = 0;
+  std::set<Place> line_;  // those who wait for room
+  std::condition_variable room_;
   bool stopping_ = false;
   bool cancelling_ = false;
   bool exited_ = false;

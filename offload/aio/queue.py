@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import functools
 import logging
 import os
 import resource
@@ -35,6 +36,8 @@ QUEUE_DEPTH: Final = 32
 REQUEST_BYTES: Final = 1 * MiB
 # Beside a queue depth of 32 this many threads already keep one NVMe drive busy with 1 MiB requests.
 THREADS: Final = 8
+STALL_SECONDS: Final = ("OFFLOAD_IO_STALL_SECONDS", 30.0)
+TIMEOUT_SECONDS: Final = ("OFFLOAD_IO_TIMEOUT_SECONDS", 600.0)
 _OFFSET_MAX: Final = (1 << 63) - 1
 
 
@@ -45,10 +48,11 @@ class Ticket:
     from the same memory waits for it, and an error only shows in ``Queue.stats()``.
     """
 
-    __slots__ = ("_core", "_queue", "operation")
+    __slots__ = ("_cancelled", "_core", "_queue", "operation")
 
     def __init__(self, core: _aio.Ticket | aio_python.Ticket, queue: Queue, operation: str) -> None:
         self._core, self._queue = core, queue
+        self._cancelled = False
         self.operation = operation
         """``"read"``, ``"write"`` or ``"fsync"``."""
 
@@ -70,6 +74,14 @@ class Ticket:
         """Whether the transfer is over, well or not. Never blocks, never raises."""
         return self._core.done()
 
+    def cancel(self) -> None:
+        """Give up what is not in flight of the transfer, which then ends with ECANCELED. Does not wait.
+
+        A transfer that is in flight as a whole, or done, ends as if nothing had been said.
+        """
+        self._cancelled = True
+        self._core.cancel()
+
     def wait(self, timeout: float | None = None) -> None:
         """Return when the transfer is over. Lets other Python threads run; Ctrl-C interrupts it.
 
@@ -84,7 +96,12 @@ class Ticket:
         self._queue._warn_if_not_direct()
         if self._core.error != 0:
             raise self._queue._failure(
-                self._core.error, self.operation, self.offset, self.size, done=self._core.bytes_done
+                self._core.error,
+                self.operation,
+                self.offset,
+                self.size,
+                done=self._core.bytes_done,
+                cancelled=self._cancelled,
             )
 
     def __repr__(self) -> str:
@@ -114,6 +131,9 @@ class Queue:
         direct_io: Literal["auto", "required", "off"] = "auto",
         threads: int | Literal["auto"] = "auto",
         sqpoll: bool = False,
+        bytes_pending_max: int | Literal["auto"] = "auto",
+        stall_seconds: float | Literal["auto"] = "auto",
+        timeout_seconds: float | Literal["auto"] = "auto",
         size: int | None = None,
         create: bool = True,
         mode: int = 0o600,
@@ -122,6 +142,7 @@ class Queue:
         """Open ``path``.
 
         backend: one of :func:`backends`; ``auto`` takes the first that works and logs why one was refused.
+            ``python`` needs no compiler, and takes twice the CPU time.
         queue_depth: requests in flight at most (auto: 32; ``threads`` has as many as threads).
         request_bytes: a multiple of :attr:`alignment` (auto: 1 MiB).
         direct_io: ``auto`` bypasses the page cache where the file system lets it; elsewhere it warns once and
@@ -129,6 +150,12 @@ class Queue:
         threads: of the ``threads`` backend (auto: 8, but no more than ``queue_depth``).
         sqpoll: of ``io_uring``: a thread of the kernel picks requests up, and needs a core for it while there are
             any. Where that is refused the log says so once, and all goes on without.
+        bytes_pending_max: bytes accepted and not done, at most; what exceeds them blocks the submitter, the
+            highest priority goes first when there is room again (auto: no limit).
+        stall_seconds: a wait that lasts longer is reported by a warning that names the oldest request in
+            flight, and goes on (auto: ``OFFLOAD_IO_STALL_SECONDS``, or 30).
+        timeout_seconds: a transfer that is older fails with ETIMEDOUT, if a request of the queue has been in
+            flight for so long, too (auto: ``OFFLOAD_IO_TIMEOUT_SECONDS``, or 600). Its buffer stays alive.
         size: preallocate this much, as :meth:`preallocate` does.
         create: make the file, with ``mode``, if it is not there. With ``create=False`` a file that may not be
             written is opened for reading only.
@@ -140,6 +167,7 @@ class Queue:
         if direct_io not in ("auto", "required", "off"):
             raise ConfigError(f"direct_io must be 'auto', 'required' or 'off', got {direct_io!r}")
         depth = _at_least_one("queue_depth", queue_depth, QUEUE_DEPTH)
+        self._timeout: Final = _seconds("timeout_seconds", timeout_seconds, TIMEOUT_SECONDS)
         self._core = self._open(
             candidates(backend),
             queue_depth=depth,
@@ -147,6 +175,10 @@ class Queue:
             direct_io=direct_io,
             threads=_at_least_one("threads", threads, min(THREADS, depth)),
             sqpoll=sqpoll,
+            bytes_pending_max=_at_least_one("bytes_pending_max", bytes_pending_max, 0),
+            stall_seconds=_seconds("stall_seconds", stall_seconds, STALL_SECONDS),
+            timeout_seconds=self._timeout,
+            on_stall=functools.partial(_log_stall, self.path),
             create=create,
             mode=mode,
             faults=dict(faults) if faults is not None else None,
@@ -185,17 +217,29 @@ class Queue:
     def read(self, buffer: Buffer, offset: int, *, priority: int = NEEDED) -> Ticket:
         """Fill ``buffer`` with the bytes at ``offset``. The file ending early is an error."""
         self._check(offset, priority)
-        return Ticket(self._core.read(buffer, offset, priority), self, "read")
+        try:
+            core = self._core.read(buffer, offset, priority)
+        except OSError as error:
+            raise self._not_accepted(error, "read", buffer, offset) from None
+        return Ticket(core, self, "read")
 
     def write(self, buffer: Buffer, offset: int, *, priority: int = NEEDED) -> Ticket:
         """Write ``buffer`` at ``offset``. It must not change until the ticket is done."""
         self._check(offset, priority)
-        return Ticket(self._core.write(buffer, offset, priority), self, "write")
+        try:
+            core = self._core.write(buffer, offset, priority)
+        except OSError as error:
+            raise self._not_accepted(error, "write", buffer, offset) from None
+        return Ticket(core, self, "write")
 
     def sync(self) -> Ticket:
         """Bring all writes submitted so far to stable storage. Their errors are in their own tickets."""
         self._check(0, NEEDED)
-        return Ticket(self._core.sync(), self, "fsync")
+        try:
+            core = self._core.sync()
+        except OSError as error:
+            raise self._not_accepted(error, "fsync", b"", 0) from None
+        return Ticket(core, self, "fsync")
 
     def preallocate(self, size: int) -> None:
         """Make the file at least ``size`` bytes long, with its space reserved. Raises if there is too little.
@@ -280,7 +324,13 @@ class Queue:
         ECANCELED. Ctrl-C during close turns it into ``cancel``; a queue that is dropped is closed so.
         """
         self._closed = True
-        self._core.close(cancel)
+        if not self._core.close(cancel):
+            logger.error(
+                "%s: closed with requests that were not answered within %g s; a thread, the file and the "
+                "buffers concerned stay until the process ends",
+                self.path,
+                self._timeout,
+            )
 
     def __enter__(self) -> Queue:
         return self
@@ -315,8 +365,13 @@ class Queue:
             os.strerror(code),
         )
 
-    def _failure(self, code: int, operation: str, offset: int, size: int, *, done: int) -> TransferError:
-        hint = self._hint(code, operation)
+    def _not_accepted(self, error: OSError, operation: str, buffer: Buffer, offset: int) -> TransferError:
+        return self._failure(error.errno or 0, operation, offset, memoryview(buffer).nbytes, done=0)
+
+    def _failure(
+        self, code: int, operation: str, offset: int, size: int, *, done: int, cancelled: bool = False
+    ) -> TransferError:
+        hint = "it was cancelled" if cancelled and code == errno.ECANCELED else self._hint(code, operation)
         return TransferError(code, operation, self.path, offset=offset, size=size, done=done, hint=hint)
 
     def _hint(self, code: int, operation: str) -> str:
@@ -330,6 +385,11 @@ class Queue:
         if code == errno.ENODATA and operation == "read":
             with contextlib.suppress(OSError):
                 return f"the file ends at {Path(self.path).stat().st_size} bytes"
+        if code == errno.ETIMEDOUT:
+            return (
+                f"a request has not been answered for {self._timeout:g} s; is the drive still there? "
+                "The memory stays in use"
+            )
         if code == errno.ECANCELED:
             return "the queue was closed before it was its turn"
         if code == errno.EBADF and operation == "write":
@@ -345,6 +405,31 @@ def _at_least_one(name: str, value: int | Literal["auto"], auto: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be 'auto' or a number from 1, got {value!r}")
     return value
+
+
+def _seconds(name: str, value: float | Literal["auto"], auto: tuple[str, float]) -> float:
+    variable, default = auto
+    given = os.environ.get(variable, default) if value == "auto" else value
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not seconds > 0:
+        source = variable if value == "auto" else name
+        raise ConfigError(f"{source} must be a number of seconds above 0, got {given!r}")
+    return seconds
+
+
+def _log_stall(
+    path: str, what: str, seconds: float, backend: str, oldest: tuple[str, int, int, float] | None
+) -> None:
+    request = "nothing is in flight"
+    if oldest is not None:
+        operation, offset, size, age = oldest
+        request = f"the oldest request is a {operation} of {size} bytes at offset {offset}, for {age:.1f} s"
+    logger.warning(
+        "%s: waiting for %s since %.1f s; %s (%s); still waiting", path, what, seconds, request, backend
+    )
 
 
 def _free_space(path: str) -> str:

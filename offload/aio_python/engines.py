@@ -14,8 +14,8 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from queue import SimpleQueue
@@ -59,12 +59,18 @@ class Engine(Protocol):
 
     def wake(self) -> None: ...
 
-    @property
     def cpu_seconds(self) -> float:
-        """Of its own threads."""
+        """Of threads of its own. Before ``close`` only."""
 
     def close(self) -> None:
         """Returns when nothing is in flight any more."""
+
+
+def cpu_seconds_of(thread: threading.Thread) -> float:
+    """CPU time of a thread that is alive."""
+    if thread.ident is None:
+        raise AssertionError("a thread that was not started")
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
 @contextmanager
@@ -77,37 +83,17 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class IoThread(threading.Thread):
-    """A thread of a queue: it takes no signals, and its CPU time is known after its end too."""
+def start_thread(thread: threading.Thread) -> None:
+    """Starts a thread that takes no signals.
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__(target=work, name="offload.aio", daemon=True)
-        self._seconds = 0.0
-
-    def start(self) -> None:
-        """
-        Raises:
-            BackendError: the system allows no more threads.
-        """
-        try:
-            with signals_blocked():
-                super().start()
-        except RuntimeError as refused:
-            raise BackendError(errno.EAGAIN, "pthread_create") from refused
-
-    def run(self) -> None:
-        try:
-            super().run()
-        finally:
-            self._seconds = time.thread_time()
-
-    @property
-    def cpu_seconds(self) -> float:
-        if self._seconds == 0 and self.native_id is not None:
-            with suppress(OSError):  # it has ended meanwhile
-                # The kernel's name for the clock of a thread, as pthread_getcpuclockid(3) makes it of one alive.
-                return time.clock_gettime(~self.native_id << 3 | 6)
-        return self._seconds
+    Raises:
+        BackendError: the system allows no more threads.
+    """
+    try:
+        with signals_blocked():
+            thread.start()
+    except RuntimeError as refused:
+        raise BackendError(errno.EAGAIN, "pthread_create") from refused
 
 
 def memory(address: int, size: int) -> ctypes.Array[ctypes.c_char]:
@@ -141,8 +127,10 @@ def make_engine(depth: int, threads: int) -> Engine:
     if refusal is None:
         try:
             return LibaioEngine(depth)
-        except OSError as error:  # others have used up fs.aio-max-nr, or there are no descriptors
+        except OSError as error:
             refusal = f"{error.strerror}: {os.strerror(error.errno or 0)}"
+            if error.errno == errno.EAGAIN:
+                refusal += " (others have used up fs.aio-max-nr; see fs.aio-nr)"
     logger.info("the backend python goes through preadv on threads: %s", refusal)
     return PreadEngine(threads)
 
@@ -237,7 +225,6 @@ class LibaioEngine:
         self._woken = True
         os.eventfd_write(self._event_fd, 1)
 
-    @property
     def cpu_seconds(self) -> float:
         return 0.0
 
@@ -254,11 +241,11 @@ class PreadEngine:
         self._requests: SimpleQueue[Request | None] = SimpleQueue()
         self._results: SimpleQueue[Completion | None] = SimpleQueue()  # None: a wake
         self._in_flight = 0
-        self._threads: list[IoThread] = []
+        self._threads: list[threading.Thread] = []
         try:
             for _ in range(self.depth_max):
-                thread = IoThread(self._work)
-                thread.start()
+                thread = threading.Thread(target=self._work, name="offload.aio", daemon=True)
+                start_thread(thread)
                 self._threads.append(thread)
         except BaseException:
             self.close()
@@ -284,9 +271,8 @@ class PreadEngine:
     def wake(self) -> None:
         self._results.put(None)
 
-    @property
     def cpu_seconds(self) -> float:
-        return sum(thread.cpu_seconds for thread in self._threads)
+        return sum(map(cpu_seconds_of, self._threads))
 
     def close(self) -> None:
         for _ in self._threads:

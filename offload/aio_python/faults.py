@@ -33,6 +33,12 @@ class FaultPlan:
     delay_ms: int = 0
     reorder: int = 0
     refuse_direct: int = 0
+    tear_at: int = 0
+    tear_one_in: int = 0
+    tear_silently_at: int = 0
+    tear_silently_one_in: int = 0
+    lose_at: int = 0
+    lose_one_in: int = 0
     submit_one: int = 0
     bytes_per_second: int = 0
 
@@ -48,6 +54,15 @@ class FaultPlan:
         return cls(**faults)
 
 
+@dataclass(frozen=True, slots=True)
+class _Altered:
+    """What is carried out of a request, and the result that is told: at most that, or, torn, just that."""
+
+    request: Request
+    result: int
+    torn: bool
+
+
 class FaultyEngine:
     """Wraps an engine and does to its requests what the plan says."""
 
@@ -58,7 +73,8 @@ class FaultyEngine:
         self._inner_in_flight = 0
         self._reorder = _mix(plan.seed)
         self._tries: Counter[tuple[str, int]] = Counter()
-        self._cut: dict[int, tuple[Request, int]] = {}
+        self._altered: dict[int, _Altered] = {}
+        self._lost: set[int] = set()
         self._delayed: set[int] = set()
         self._held: deque[Completion] = deque()
         self._next = 0.0
@@ -70,20 +86,18 @@ class FaultyEngine:
             # Whether there is room must not change what is drawn, so that is asked first.
             if self._inner_in_flight >= self.depth_max:
                 return count
-            refusal, carried_out = self._alter(request)
-            if refusal:
+            if request.operation == "fsync":
+                if self._plan.sync_errno:
+                    self._held.append((request.token, -self._plan.sync_errno))
+                else:
+                    self._start(request)
+            elif refusal := self._begin(request):
                 self._held.append((request.token, -refusal))
-            elif self._inner.submit([carried_out]) == 1:
-                self._inner_in_flight += 1
-            else:
-                raise AssertionError("an engine with room takes a request")
         return len(requests)
 
-    def _alter(self, request: Request) -> tuple[int, Request]:
-        """The errno with which it is refused, or what is carried out of it."""
+    def _begin(self, request: Request) -> int:
+        """Starts what is carried out of a read or write; or the errno with which it is refused."""
         plan = self._plan
-        if request.operation == "fsync":
-            return plan.sync_errno, request
         self._operations += 1
         place = (request.operation, request.offset)
         luck = _mix(plan.seed ^ _mix(request.offset ^ _mix(self._tries[place] * 2 + (place[0] == "write"))))
@@ -92,26 +106,55 @@ class FaultyEngine:
             self._delayed.add(request.token)
         direct = bool(fcntl.fcntl(request.fd, fcntl.F_GETFL) & os.O_DIRECT)
         if plan.fail_at and plan.fail_at <= self._operations < plan.fail_at + plan.fail_count:
-            return plan.fail_errno, request
+            return plan.fail_errno
         if plan.refuse_direct and direct:
-            return errno.EINVAL, request
+            return errno.EINVAL
         for code, one_in, salt in (
             (errno.EINTR, plan.eintr_one_in, 1),
             (errno.EAGAIN, plan.eagain_one_in, 2),
         ):
             if _hits(one_in, luck, salt):
-                return code, request
-        if request.size < 2 or not _hits(plan.short_one_in, luck, 3):
-            return 0, request
+                return code
+        if plan.lose_at == self._operations or _hits(plan.lose_one_in, luck, 5):
+            self._lost.add(request.token)
+        altered = self._torn(request, luck, direct=direct) or self._short(request, luck, direct=direct)
+        if altered is None:
+            self._start(request)
+        elif altered.request.size == 0:  # torn before its first byte
+            self._held.append((request.token, altered.result))
+        else:
+            self._altered[request.token] = altered
+            self._start(altered.request)
+        return 0
+
+    def _torn(self, request: Request, luck: int, *, direct: bool) -> _Altered | None:
+        plan = self._plan
+        fails = plan.tear_at == self._operations or _hits(plan.tear_one_in, luck, 6)
+        silent = plan.tear_silently_at == self._operations or _hits(plan.tear_silently_one_in, luck, 7)
+        if request.operation != "write" or not (fails or silent):
+            return None
+        size = _mix(luck ^ 8) % request.size
+        part = replace(request, size=size - size % _BLOCK if direct else size)
+        return _Altered(part, -plan.fail_errno if fails else request.size, torn=True)
+
+    def _short(self, request: Request, luck: int, *, direct: bool) -> _Altered | None:
+        if request.size < 2 or not _hits(self._plan.short_one_in, luck, 3):
+            return None
         result = 1 + _mix(luck ^ 4) % (request.size - 1)
-        carried_out = replace(request, size=-(-result // _BLOCK) * _BLOCK if direct else result)
-        self._cut[request.token] = carried_out, result
-        return 0, carried_out
+        part = replace(request, size=-(-result // _BLOCK) * _BLOCK if direct else result)
+        return _Altered(part, result, torn=False)
+
+    def _start(self, request: Request) -> None:
+        if self._inner.submit([request]) != 1:
+            raise AssertionError("an engine with room takes a request")
+        self._inner_in_flight += 1
 
     def reap(self, limit: int, *, wait: bool) -> list[Completion]:
         for token, result in self._inner.reap(64, wait=wait and not self._held):
             self._inner_in_flight -= 1
-            self._held.append((token, self._shortened(token, result)))
+            result = self._told(token, result)
+            if token not in self._lost:
+                self._held.append((token, result))
         done: list[Completion] = []
         while len(done) < limit and self._held:
             if self._plan.reorder:
@@ -129,26 +172,26 @@ class FaultyEngine:
             done.append((token, result))
         return done
 
-    def _shortened(self, token: int, result: int) -> int:
-        """What was read beyond the result is junk, as after a read that stopped there."""
-        request, limit = self._cut.pop(token, (None, result))
-        if request is None or result <= limit:
+    def _told(self, token: int, result: int) -> int:
+        """What was read beyond a short result is junk, as after a read that stopped there."""
+        altered = self._altered.pop(token, None)
+        if altered is None or result < 0 or (result <= altered.result and not altered.torn):
             return result
+        request, kept = altered.request, altered.result
         if request.operation == "read":
-            ctypes.memset(request.address + limit, 0xA5, request.size - limit)
-        return limit
+            ctypes.memset(request.address + kept, 0xA5, request.size - kept)
+        return kept
 
     def _keep_to_rate(self, result: int) -> None:
         """A token bucket that holds next to nothing: a drive that was idle does not make up for it."""
         self._next = max(self._next, time.monotonic() - 0.005) + result / self._plan.bytes_per_second
         time.sleep(max(0.0, self._next - time.monotonic()))
 
-    @property
-    def cpu_seconds(self) -> float:
-        return self._inner.cpu_seconds
-
     def wake(self) -> None:
         self._inner.wake()
+
+    def cpu_seconds(self) -> float:
+        return self._inner.cpu_seconds()
 
     def close(self) -> None:
         self._inner.close()

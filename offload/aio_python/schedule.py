@@ -29,6 +29,7 @@ class Transfer:
         self.size = view.nbytes if view is not None else 0
         self.address = _address_of(view) if view is not None and self.size else 0
         self.number = 0  # order of submission within the queue
+        self.place = 0  # in the line of those who wait for room
         self.bytes_cut = 0  # handed out as pieces so far
         self.bytes_done = 0  # of pieces that have ended
         self.pieces_open = 0  # handed out, not ended
@@ -41,6 +42,11 @@ class Transfer:
     @property
     def is_over(self) -> bool:
         return self.pieces_open == 0 and (self.error != 0 or self.bytes_cut == self.size)
+
+    @property
+    def seconds(self) -> float:
+        """From submission to the end, or to now."""
+        return (self.ended if self.finished.is_set() else time.monotonic()) - self.begun
 
     def overlaps(self, other: Transfer) -> bool:
         """Whether both use some of the same memory."""
@@ -150,8 +156,15 @@ class Schedule:
             level.resumed.remove(piece)
             transfer.bytes_done += piece.done
             transfer.pieces_open -= 1
-        if transfer in level.waiting:
-            level.waiting.remove(transfer)
+        for waiting in (level.waiting, self._syncs):
+            if transfer in waiting:
+                waiting.remove(transfer)
+
+    def holds(self, transfer: Transfer) -> bool:
+        """Whether something of it is not in flight."""
+        level = self._levels[transfer.priority]
+        resumed = any(piece.transfer is transfer for piece in level.resumed)
+        return resumed or transfer in level.waiting or transfer in self._syncs
 
     def drop_all(self) -> list[Transfer]:
         """Gives up everything that is not in flight; the transfers concerned."""

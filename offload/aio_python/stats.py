@@ -1,54 +1,49 @@
-"""Counters of one queue: written by its thread, read by any."""
+"""Counters of one queue, and what is in flight: written by its thread, read by any."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from .engines import Operation
+from .engines import Operation, Request
 
-_BUCKETS_PER_OCTAVE = 16
+# Latencies are counted in buckets of 3 %: percentiles come out within half of that.
+_BUCKETS_PER_E = 33
 
 
 @dataclass(slots=True)
 class _Direction:
-    totals: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(
-            ("bytes", "requests", "resumed", "retried", "buffered", "failed", "in_flight_max"), 0
-        )
-    )
+    counts: Counter[str] = field(default_factory=Counter)
+    latencies: Counter[int] = field(default_factory=Counter)
+    at_depth: dict[int, float] = field(default_factory=dict)
     seconds_latency: float = 0.0
     seconds_latency_max: float = 0.0
-    latencies: Counter[int] = field(default_factory=Counter)
-    """Requests by logarithm of the time they took."""
-    at_depth: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds, by requests in flight."""
     in_flight: int = 0
-    since: float = 0.0
-    """When ``in_flight`` last changed."""
+    in_flight_max: int = 0
+    changed: float = 0.0
 
-    def settle(self, now: float) -> None:
-        self.at_depth[self.in_flight] += now - self.since
-        self.since = now
+    def depths(self, now: float) -> dict[int, float]:
+        """Seconds at each depth, the time since the last change included."""
+        if not self.in_flight:
+            return dict(self.at_depth)
+        depth = 1 << self.in_flight.bit_length() - 1
+        return {**self.at_depth, depth: self.at_depth.get(depth, 0.0) + now - self.changed}
 
-    def seconds_at_depth(self) -> dict[int, float]:
-        """By powers of two of requests in flight."""
-        buckets: defaultdict[int, float] = defaultdict(float)
-        for depth, seconds in self.at_depth.items():
-            if depth:
-                buckets[1 << depth.bit_length() - 1] += seconds
-        return dict(sorted(buckets.items()))
+    def change(self, now: float, by: int) -> None:
+        self.at_depth, self.changed = self.depths(now), now
+        self.in_flight += by
+        self.in_flight_max = max(self.in_flight_max, self.in_flight)
 
-    def percentile(self, part: float) -> float:
-        wanted = math.ceil(part * self.latencies.total())
+    def percentile(self, share: float) -> float:
+        wanted, seen = share * self.latencies.total(), 0
         for bucket in sorted(self.latencies):
-            wanted -= self.latencies[bucket]
-            if wanted <= 0:
-                return min(2 ** ((bucket + 0.5) / _BUCKETS_PER_OCTAVE) / 1e9, self.seconds_latency_max)
+            seen += self.latencies[bucket]
+            if seen >= wanted:
+                return min(math.exp((bucket + 0.5) / _BUCKETS_PER_E), self.seconds_latency_max)
         return 0.0
 
 
@@ -57,47 +52,53 @@ class Stats:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._requests: dict[int, tuple[Request, float]] = {}  # in flight, by token
         self._directions: dict[Operation, _Direction] = {
             "read": _Direction(), "write": _Direction(), "fsync": _Direction(),
         }  # fmt: skip
 
-    def begin(self, operation: Operation, now: float) -> None:
+    def begin(self, request: Request, now: float) -> None:
         with self._lock:
-            direction = self._directions[operation]
-            direction.settle(now)
-            direction.in_flight += 1
-            peak = max(direction.totals["in_flight_max"], direction.in_flight)
-            direction.totals["in_flight_max"] = peak
+            self._requests[request.token] = request, now
+            self._directions[request.operation].change(now, 1)
 
-    def end(self, operation: Operation, begun: float, *, buffered: bool) -> None:
+    def end(self, token: int, *, buffered: bool) -> None:
         now = time.monotonic()
         with self._lock:
-            direction = self._directions[operation]
-            direction.totals["requests"] += 1
-            direction.totals["buffered"] += buffered
-            direction.seconds_latency += now - begun
-            direction.seconds_latency_max = max(direction.seconds_latency_max, now - begun)
-            nanoseconds = max((now - begun) * 1e9, 1.0)
-            direction.latencies[math.floor(math.log2(nanoseconds) * _BUCKETS_PER_OCTAVE)] += 1
-            direction.settle(now)
-            direction.in_flight -= 1
+            request, begun = self._requests.pop(token)
+            direction, latency = self._directions[request.operation], max(now - begun, 1e-9)
+            direction.change(now, -1)
+            direction.counts["requests"] += 1
+            direction.counts["buffered"] += buffered
+            direction.latencies[math.floor(math.log(latency) * _BUCKETS_PER_E)] += 1
+            direction.seconds_latency += latency
+            direction.seconds_latency_max = max(direction.seconds_latency_max, latency)
 
     def count(self, operation: Operation, name: str, number: int = 1) -> None:
         with self._lock:
-            self._directions[operation].totals[name] += number
+            self._directions[operation].counts[name] += number
 
     def read(self, operation: Operation) -> dict[str, Any]:
         with self._lock:
             direction = self._directions[operation]
-            direction.settle(time.monotonic())
-            at_depth = direction.seconds_at_depth()
+            depths = direction.depths(time.monotonic())
+            names = ("bytes", "requests", "resumed", "retried", "buffered", "failed")
             return {
-                **direction.totals,
-                "seconds_busy": sum(at_depth.values()),
-                "seconds_at_depth": at_depth,
+                **{name: direction.counts[name] for name in names},
+                "in_flight_max": direction.in_flight_max,
+                "seconds_busy": sum(depths.values()),
+                "seconds_at_depth": depths,
                 "seconds_latency": direction.seconds_latency,
-                "seconds_latency_p50": direction.percentile(0.5),
-                "seconds_latency_p90": direction.percentile(0.9),
+                "seconds_latency_p50": direction.percentile(0.50),
+                "seconds_latency_p90": direction.percentile(0.90),
                 "seconds_latency_p99": direction.percentile(0.99),
                 "seconds_latency_max": direction.seconds_latency_max,
             }
+
+    def oldest(self) -> tuple[str, int, int, float] | None:
+        """Operation, offset, size and age of the oldest request in flight."""
+        with self._lock:
+            if not self._requests:
+                return None
+            request, begun = min(self._requests.values(), key=lambda entry: entry[1])
+            return request.operation, request.offset, request.size, time.monotonic() - begun

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from dataclasses import dataclass
+from typing import Literal
 
-from .engines import Engine, IoThread, Request
+from .engines import Engine, Request, cpu_seconds_of, start_thread
 from .file import File
 from .schedule import Piece, Schedule, Transfer
 from .stats import Stats
@@ -18,45 +18,87 @@ _REFUSALS_AT_ONCE = 4  # before the first pause
 _PAUSE_MS_MAX = 64
 
 
-@dataclass(slots=True)
-class _Slot:
-    piece: Piece
-    begun: float = 0.0
+Added = Literal["yes", "no room", "closed"]
 
 
 class Worker:
     """What works on one file, apart from the queue, so that a queue that is dropped can end it."""
 
-    def __init__(self, file: File, engine: Engine, *, depth: int, request_bytes: int) -> None:
+    def __init__(
+        self, file: File, engine: Engine, *, depth: int, request_bytes: int, bytes_pending_max: int
+    ) -> None:
+        """
+        Args:
+            bytes_pending_max: accepted and not done, at most; 0 is no limit.
+        """
         self.file, self.stats = file, Stats()
         self.depth = min(max(depth, 1), engine.depth_max)
         self._engine = engine
         self._schedule = Schedule(request_bytes=request_bytes, alignment=file.alignment)
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Piece] = {}
         self._tokens = list(range(self.depth))
         self._finished = 0
         self._lock = threading.Lock()  # guards all below
         self._inbox: list[Transfer] = []
+        self._cancels: list[Transfer] = []
         self._added = 0
-        self._sleeping = False
+        self._reaping = self._has_slots = False
         self._stopping = self._cancelling = False
         self._stop_seen = self._cancel_seen = False
+        self._room = threading.Condition(self._lock)
+        self._pending_max, self._pending = bytes_pending_max, 0
+        self._line: set[tuple[int, int]] = set()  # those who wait for room: priority and place
+        self._places = 0
+        self._cpu_seconds = 0.0  # once it has exited
         self.exited = threading.Event()
-        self._thread = IoThread(self._run)
+        self._thread = threading.Thread(target=self._run, name="offload.aio", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        start_thread(self._thread)
 
-    def add(self, transfer: Transfer) -> bool:
-        """False where the worker is stopping."""
+    def add_within(self, seconds: float, transfer: Transfer) -> Added:
+        """Accepts a transfer once there is room for its bytes; it keeps its place in the line for the next try.
+
+        The highest priority is first in line. A transfer larger than all the room is accepted alone.
+        """
         with self._lock:
+            if self._pending_max:
+                if not transfer.place:
+                    self._places += 1
+                    transfer.place = self._places
+                place = (transfer.priority, transfer.place)
+                self._line.add(place)
+                may_go = self._room.wait_for(
+                    lambda: self._stopping or self._may_enter(place, transfer.size), seconds
+                )
+                if not may_go:
+                    return "no room"
+                self._line.discard(place)
+                self._room.notify_all()  # there may be room for the next one, too
             if self._stopping:
-                return False
+                return "closed"
+            self._pending += transfer.size
             self._added += 1
             transfer.number = self._added
             self._inbox.append(transfer)
-            self._rouse()
-        return True
+            if self._has_slots:
+                self._rouse()
+        return "yes"
+
+    def _may_enter(self, place: tuple[int, int], size: int) -> bool:
+        return min(self._line) == place and (self._pending == 0 or self._pending + size <= self._pending_max)
+
+    def leave_line(self, transfer: Transfer) -> None:
+        with self._lock:
+            self._line.discard((transfer.priority, transfer.place))
+            self._room.notify_all()
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Ends with ECANCELED what is not in flight of it."""
+        with self._lock:
+            if not self.exited.is_set():
+                self._cancels.append(transfer)
+                self._rouse()
 
     def request_stop(self, *, cancel: bool) -> None:
         with self._lock:
@@ -65,22 +107,29 @@ class Worker:
             self._stopping = True
             self._cancelling = self._cancelling or cancel
             self._rouse()
+            self._room.notify_all()
 
-    def join(self) -> None:
-        """Waits for the end of the thread; Ctrl-C interrupts it."""
-        if threading.current_thread() is not self._thread:
-            self.exited.wait()
-            self._thread.join()
+    def join_within(self, seconds: float) -> bool:
+        """Waits for the end of the thread."""
+        if threading.current_thread() is self._thread:
+            return True
+        if not self.exited.wait(seconds):
+            return False
+        self._thread.join()
+        return True
 
-    @property
     def cpu_seconds(self) -> float:
-        """Of its thread and those of the engine."""
-        return self._thread.cpu_seconds + self._engine.cpu_seconds
+        """Of the thread, and of those of the engine."""
+        with self._lock:  # until it has exited both are there
+            return self._cpu_seconds if self.exited.is_set() else self._cpu_now()
+
+    def _cpu_now(self) -> float:
+        return cpu_seconds_of(self._thread) + self._engine.cpu_seconds()
 
     def _rouse(self) -> None:
-        if self._sleeping:  # one wake is enough
+        if self._reaping:  # one wake is enough
             self._engine.wake()
-        self._sleeping = False
+        self._reaping = self._has_slots = False
 
     def _run(self) -> None:
         try:
@@ -92,41 +141,50 @@ class Worker:
 
     def _end(self) -> None:
         """Also after an error in this code: nothing is in flight, and nobody waits for ever."""
-        self._engine.close()
         with self._lock:
             self._stopping = True
-            left = dict.fromkeys([slot.piece.transfer for slot in self._slots.values()] + self._inbox)
+            self._cpu_seconds = self._cpu_now()
+            self._engine.close()
+            left = dict.fromkeys([piece.transfer for piece in self._slots.values()] + self._inbox)
             for transfer in left | dict.fromkeys(self._schedule.drop_all()):
                 transfer.error = transfer.error or errno.EIO
                 transfer.finish(0)
             self._slots.clear()
             self._inbox.clear()
+            self._room.notify_all()
             self.exited.set()
 
     def _turn(self) -> bool:
         self._take_inbox()
         self._submit()
-        with self._lock:  # what arrives after this finds `_sleeping`, and wakes the engine
+        with self._lock:  # what arrives after this finds `_reaping`, and wakes the engine
             seen = (self._stop_seen, self._cancel_seen) == (self._stopping, self._cancelling)
-            if self._inbox or not seen:
+            if self._inbox or self._cancels or not seen:
                 return True
             if self._stop_seen and not self._slots and self._schedule.empty:
                 return False
-            self._sleeping = bool(self._tokens)  # with no slot free, new work has to wait anyway
+            self._reaping = True
+            self._has_slots = bool(self._tokens)  # with none free, new work has to wait anyway
         for token, result in self._engine.reap(self.depth, wait=True):
             self._complete(token, result)
         return True
 
     def _take_inbox(self) -> None:
         with self._lock:
-            self._sleeping = False
+            self._reaping = self._has_slots = False
             arrived, self._inbox = self._inbox, []
+            cancels, self._cancels = self._cancels, []
             self._stop_seen, self._cancel_seen = self._stopping, self._cancelling
         for transfer in arrived:
             if transfer.operation != "fsync" and transfer.size == 0:
                 self._finish(transfer)
             else:
                 self._schedule.add(transfer)
+        for transfer in cancels:
+            if not transfer.error and self._schedule.holds(transfer):
+                transfer.error = errno.ECANCELED
+                self._schedule.drop(transfer)
+                self._end_if_over(transfer)
         if self._cancel_seen:
             for transfer in self._schedule.drop_all():
                 transfer.error = transfer.error or errno.ECANCELED
@@ -138,17 +196,16 @@ class Worker:
         requests = []
         while self._tokens and (piece := self._schedule.next(direct=self.file.direct)) is not None:
             token = self._tokens.pop()
-            self._slots[token] = _Slot(piece)
+            self._slots[token] = piece
             requests.append(self._request_of(piece, token))
         if not requests:
             return
         taken = self._engine.submit(requests)
         now = time.monotonic()
         for request in requests[:taken]:
-            self._slots[request.token].begun = now
-            self.stats.begin(request.operation, now)
+            self.stats.begin(request, now)
         for request in reversed(requests[taken:]):  # last first, to keep their order
-            self._schedule.put_back(self._take_slot(request.token).piece)
+            self._schedule.put_back(self._take_slot(request.token))
 
     def _request_of(self, piece: Piece, token: int) -> Request:
         transfer = piece.transfer
@@ -162,18 +219,18 @@ class Worker:
             token=token,
         )
 
-    def _take_slot(self, token: int) -> _Slot:
+    def _take_slot(self, token: int) -> Piece:
         self._tokens.append(token)
         return self._slots.pop(token)
 
     # -- results ------------------------------------------------------------------------------------------
 
     def _complete(self, token: int, result: int) -> None:
-        slot = self._take_slot(token)
-        piece, transfer = slot.piece, slot.piece.transfer
+        piece = self._take_slot(token)
+        transfer = piece.transfer
         is_sync = transfer.operation == "fsync"
         buffered = not is_sync and not piece.direct
-        self.stats.end(transfer.operation, slot.begun, buffered=buffered)
+        self.stats.end(token, buffered=buffered)
         if result < 0:
             self._refused(piece, -result)
         elif is_sync:
@@ -249,6 +306,10 @@ class Worker:
     def _finish(self, transfer: Transfer) -> None:
         self._finished += 1
         transfer.finish(self._finished)
+        with self._lock:
+            self._pending -= transfer.size
+            if self._line:
+                self._room.notify_all()
 
 
 def _pause_after(refusals: int) -> None:

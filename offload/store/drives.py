@@ -12,7 +12,7 @@ import logging
 import mmap
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from ..aio import Queue, Ticket
 from ..bytesize import MiB, format_bytes
@@ -25,15 +25,13 @@ from .directory import SwapDirectory
 
 logger = logging.getLogger("offload.store")
 
-FILE_NAME = "planes.swap"
+FILE_NAME, PROBE_NAME = "planes.swap", "probe.swap"
 SPACE_SHARE_MAX = 0.98
 """Of the free space of a file system: its own tables need some."""
 PROBE_SECONDS = 0.4
 """Of writing, and of reading, for each measurement."""
 PROBE_REQUEST_BYTES = 8 * MiB
 PROBE_FILE_BYTES = 256 * MiB
-SLOW_SHARE = 0.5
-"""A path whose drive gives less than this of what its share needs holds all others up: that is said."""
 
 
 class Drive:
@@ -46,19 +44,24 @@ class Drive:
             TransferError: the file cannot be made.
         """
         self.directory = SwapDirectory(path, rank=rank)
+        self._aio = aio
         try:
-            self.queue = Queue(
-                self.directory.path / FILE_NAME,
-                backend=aio.backend,
-                queue_depth=aio.queue_depth,
-                request_bytes=aio.block_size,
-                direct_io=aio.direct_io,
-                threads=aio.thread_count,
-            )
+            self.queue = self.open(FILE_NAME)
         except BaseException:
             self.directory.close()
             raise
         self.links = NvmeLinks(self.queue, ledger)
+
+    def open(self, name: str) -> Queue:
+        """A queue over a file in the directory."""
+        return Queue(
+            self.directory.path / name,
+            backend=self._aio.backend,
+            queue_depth=self._aio.queue_depth,
+            request_bytes=self._aio.block_size,
+            direct_io=self._aio.direct_io,
+            threads=self._aio.thread_count,
+        )
 
     def close(self) -> None:
         """Ends all transfers and removes file and directory. Idempotent."""
@@ -103,42 +106,76 @@ def shares_of(paths: Sequence[SwapPath], drives: Sequence[Drive]) -> list[float]
 
 
 def measure(drives: Sequence[Drive]) -> list[float]:
-    """Bytes per second of each drive, half of them written and half read, all drives at work at once."""
-    buffers = [mmap.mmap(-1, PROBE_REQUEST_BYTES) for _ in drives]
-    for drive in drives:
-        drive.queue.preallocate(PROBE_FILE_BYTES)
-    seconds = [0.0] * len(drives)
-    for operation in ("write", "read"):
-        for index, elapsed in enumerate(_probe(drives, buffers, operation)):
-            seconds[index] += elapsed
-    return [2 / max(per_byte, 1e-15) for per_byte in seconds]
+    """Bytes per second of each drive, half of them written and half read, all drives at work at once.
+
+    A drive without room for it counts as the slowest of the others: it gets what fits anyhow.
+    """
+    with ExitStack() as stack:
+        probes: dict[int, _Probe] = {}
+        for index, drive in enumerate(drives):
+            free = drive.directory.free_bytes()
+            room = PROBE_FILE_BYTES if free is None else min(PROBE_FILE_BYTES, free // (2 * len(drives)))
+            if room >= 2 * PROBE_REQUEST_BYTES:
+                probes[index] = stack.enter_context(closing(_Probe(drive, room)))
+        for operation in ("write", "read"):
+            _run_probes(list(probes.values()), operation)
+        speeds = {index: 2 / max(probe.seconds_per_byte, 1e-15) for index, probe in probes.items()}
+    slowest = min(speeds.values(), default=1.0)
+    return [speeds.get(index, slowest) for index in range(len(drives))]
 
 
-def _probe(drives: Sequence[Drive], buffers: Sequence[mmap.mmap], operation: str) -> list[float]:
-    """Seconds per byte of each drive in one direction. Two transfers are in flight on each."""
+class _Probe:
+    """What measures one drive: a file of its own, gone when it is closed, and two transfers in flight."""
+
+    def __init__(self, drive: Drive, size: int) -> None:
+        self._queue = drive.open(PROBE_NAME)
+        self._path = drive.directory.path / PROBE_NAME
+        self._slots = size // PROBE_REQUEST_BYTES
+        self._buffer = mmap.mmap(-1, PROBE_REQUEST_BYTES)
+        self.flying: list[Ticket] = []
+        self.seconds_per_byte = 0.0
+        try:
+            self._queue.preallocate(self._slots * PROBE_REQUEST_BYTES)
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, operation: str, now: float) -> None:
+        self._transfer = getattr(self._queue, operation)
+        self._begun, self._ended, self._started, self._done = now, now, 0, 0
+        self.start()
+        self.start()
+
+    def start(self) -> None:
+        offset = self._started % self._slots * PROBE_REQUEST_BYTES
+        self._started += 1
+        self.flying.append(self._transfer(self._buffer, offset))
+
+    def poll(self, now: float) -> None:
+        if self.flying and self.flying[0].done():
+            self.flying.pop(0).wait()
+            self._done, self._ended = self._done + PROBE_REQUEST_BYTES, now
+            if now - self._begun < PROBE_SECONDS:
+                self.start()
+
+    def end(self) -> None:
+        self.seconds_per_byte += (self._ended - self._begun) / self._done
+
+    def close(self) -> None:
+        self._queue.close(cancel=True)
+        self._path.unlink(missing_ok=True)
+
+
+def _run_probes(probes: Sequence[_Probe], operation: str) -> None:
     begin = time.perf_counter()
-    done = [0] * len(drives)
-    ended = [begin] * len(drives)
-    flying: list[list[Ticket]] = [[] for _ in drives]
-
-    def start(index: int) -> None:
-        offset = (done[index] + len(flying[index]) * PROBE_REQUEST_BYTES) % PROBE_FILE_BYTES
-        transfer = getattr(drives[index].queue, operation)
-        flying[index].append(transfer(buffers[index], offset))
-
-    for index in range(len(drives)):
-        start(index)
-        start(index)
-    while any(flying):
-        for index, tickets in enumerate(flying):
-            if tickets and tickets[0].done():
-                tickets.pop(0).wait()
-                done[index] += PROBE_REQUEST_BYTES
-                ended[index] = time.perf_counter()
-                if ended[index] - begin < PROBE_SECONDS:
-                    start(index)
+    for probe in probes:
+        probe.begin(operation, begin)
+    while any(probe.flying for probe in probes):
+        for probe in probes:
+            probe.poll(time.perf_counter())
         time.sleep(0.0002)
-    return [(end - begin) / size for end, size in zip(ended, done, strict=True)]
+    for probe in probes:
+        probe.end()
 
 
 def fit_shares(shares: Sequence[float], size: int, drives: Sequence[Drive]) -> list[float]:
@@ -172,9 +209,17 @@ def fit_shares(shares: Sequence[float], size: int, drives: Sequence[Drive]) -> l
                 28, f"the swap files need {format_bytes(size)} and free are {free_text}; free some, or add a path",
                 str(drives[0].directory.root),
             )  # fmt: skip
-        logger.warning(
-            "a swap path has too little free space for its share: it gets less, and the others more"
-        )
+        _tell_full(device, need, systems, drives)
+
+
+def _tell_full(device: int, need: float, systems: Sequence[int], drives: Sequence[Drive]) -> None:
+    members = [drive.directory for own, drive in zip(systems, drives, strict=True) if own == device]
+    logger.warning(
+        "%s has %s free, too little free space for its share of %s: it gets less, and the others more",
+        ", ".join(str(directory.root) for directory in members),
+        format_bytes(members[0].free_bytes() or 0),
+        format_bytes(int(need)),
+    )
 
 
 def _redistribute(

@@ -78,6 +78,11 @@ class StoreLayout:
             cut = _Cutter(state_shares, self.sizes)
             self.states = [cut(plan.chunk_bytes(chunk)) for chunk in plan.chunks]
 
+    @property
+    def is_striped(self) -> bool:
+        """Whether paths share planes or chunks, so that one of them can hold up another."""
+        return any(len(stripes.extents) > 1 for stripes in (*self.weights, *self.states))
+
 
 class _Cutter:
     """Cuts one plane or chunk after another. See Note [Striping]."""

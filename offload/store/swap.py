@@ -21,6 +21,8 @@ logger = logging.getLogger("offload.store")
 
 IMBALANCE_MAX = 1.5
 """Drives that finish their shares at times farther apart than this factor are told of."""
+IMBALANCE_SECONDS_MIN = 1.0
+"""Nothing is said before the slower one has worked so long: a moment says nothing of a drive."""
 
 
 class SwapStore:
@@ -83,6 +85,8 @@ class SwapStore:
 
     def write_weight(self, unit: int, slot: torch.Tensor, begin: int, end: int) -> Ticket:
         """Writes bytes [begin, end) of the unit's weight plane, which lies at the front of ``slot``."""
+        if unit == 0:
+            self.update_seconds()
         if self._sums is not None:
             self._sums.weights[unit].record(slot, begin, end)
         return self._write(slot, self._layout.weights[unit], [("weight", end)], begin)
@@ -110,6 +114,8 @@ class SwapStore:
     def write_state(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
         """Writes the chunk's planes from the front of ``buffer``."""
         self._moments_written[chunk.index] = True
+        if chunk.index == 0:
+            self.update_seconds()  # once a step: a drive that falls behind is told of while the run goes on
         return self._write_state(chunk, buffer, self._planes(chunk))
 
     def write_residual(self, chunk: Chunk, residual: torch.Tensor) -> Ticket:
@@ -197,7 +203,9 @@ class SwapStore:
         self._tell_imbalance([sum(seconds) for seconds in by_path])
 
     def _tell_imbalance(self, seconds: Sequence[float]) -> None:
-        if self._imbalance_told or min(seconds) <= 0 or max(seconds) < IMBALANCE_MAX * min(seconds):
+        if self._imbalance_told or not self._layout.is_striped or min(seconds) <= 0:
+            return
+        if max(seconds) < max(IMBALANCE_SECONDS_MIN, IMBALANCE_MAX * min(seconds)):
             return
         self._imbalance_told = True
         slow, fast = (self._drives[list(seconds).index(pick(seconds))] for pick in (max, min))

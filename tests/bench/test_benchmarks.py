@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import adam, harness, step, tune
+from benchmarks import adam, harness, io, step, tune
 from offload.cli.loads import LOADS
 from offload.cli.search import candidates
 
@@ -19,6 +19,45 @@ def test_step(swap_path, capsys):
     losses = [row["loss_last"] for row in report["rows"]]
     assert losses == pytest.approx([losses[0]] * 3, abs=1e-4)
     assert step.as_table(report["rows"]).count("\n") == 1 + len(names)
+
+
+@pytest.mark.parametrize("output", [["--json"], ["--results"]], ids=["json", "table"])
+def test_io(output, tmp_path, monkeypatch, capsys):
+    results = tmp_path / "results.md"
+    results.write_text(f"Said by hand.\n{io.MARK}old table")
+    monkeypatch.setattr(io, "RESULTS", results)
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    small = [f"--path={drive}", "--mib=4", "--chunks", "1", "--rounds=1"]
+    if output == ["--json"]:
+        small.append(f"--peer-python={sys.executable}")
+        monkeypatch.setattr(io.shutil, "which", lambda _: None)
+    else:
+        small.append("--loads=mixed")
+    assert io.main([*small, *output]) == 0
+    assert list(drive.iterdir()) == []
+    out, err = capsys.readouterr()
+    if output == ["--json"]:
+        assert "no peer: ended with status 1" in err
+        report = json.loads(out)
+        assert [cell["load"] for cell in report["cells"]] == list(io.LOADS)
+        for cell in report["cells"]:
+            names = [row["name"] for row in cell["rows"]]
+            assert "offload threads 8 threads x 1 MiB" in names and len(set(names)) == len(names)
+            assert all(row["gb_per_s_max"] >= row["gb_per_s"] > 0 for row in cell["rows"])
+        assert results.read_text().endswith("old table")
+    else:
+        text = results.read_text()
+        assert text.startswith("Said by hand.") and "old table" not in text
+        assert text.count("| offload threads 8 threads x 1 MiB |") == 1
+
+
+def test_io_cells_move_every_byte_once():
+    for load in io.LOADS:
+        moved = list(io.Cell(load, chunk=4, size=64).transfers())
+        assert sorted(offset for _, offset in moved) == list(range(0, 64, 4))
+    reads = [offset for operation, offset in moved if operation == "read"]
+    assert reads == list(range(0, 32, 4))
 
 
 @pytest.mark.parametrize("output", [["--json"], []], ids=["json", "table"])

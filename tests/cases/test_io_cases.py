@@ -1,5 +1,5 @@
-"""Cases of the I/O and memory kind, on the whole engine. (I02, I07, I08, I15, M05, S14 are in tests/faults,
-M08 in tests/memory, and what concerns single transfers in tests/io.)"""
+"""Cases of the I/O and memory kind, on the whole engine. (I05, I11, I16 and M13 over saves are beside this file; I02,
+I07, I08, I15, M05, S14 in tests/faults, M08 in tests/memory, I12 and what concerns single transfers in tests/io.)"""
 
 import contextlib
 import errno
@@ -152,14 +152,14 @@ def test_i10_direct_io_refused_at_the_first_transfer(swap_path, monkeypatch):
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOMEM, errno.ENOSYS])
 def test_i13_io_uring_refused(swap_path, monkeypatch, caplog, code):
     """The engine goes on with the next backend and says why, once, whatever the number of files."""
-    real = aio._aio.Queue
+    real = aio.refusals._aio.Queue
 
     def refusing(*, backend, **settings):
         if backend == "io_uring":
-            raise aio._aio.BackendError(code, "io_uring_setup")
+            raise aio.refusals._aio.BackendError(code, "io_uring_setup")
         return real(backend=backend, **settings)
 
-    monkeypatch.setattr(aio._aio, "Queue", refusing)
+    monkeypatch.setattr(aio.refusals._aio, "Queue", refusing)
     monkeypatch.setattr(aio.refusals, "_logged", set())
     with caplog.at_level(logging.WARNING):
         first, second = trained(swap_path), trained(swap_path)

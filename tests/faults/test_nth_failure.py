@@ -78,11 +78,11 @@ def left_behind():
 class Outcome:
     """What became of one run: `error` or `values`, and at which stage."""
 
-    def __init__(self, swap_path, update, settings):
+    def __init__(self, swap_path, update, settings, **block):
         self.error, self.values, self.prepared = None, None, False
         model, before = Tiny(), Tiny()
         try:
-            model, optimizer = offload.prepare(model, config(swap_path, update, aio=settings))
+            model, optimizer = offload.prepare(model, config(swap_path, update, aio=settings, **block))
         except OffloadError as error:
             self.error = error
             if not isinstance(error, TransferError):  # the way back is gone, too: it says so
@@ -193,3 +193,49 @@ def test_what_does_not_pass_is_an_error(code, update, backend, swap_path, faulty
     numbers = (1, 40)
     for outcome in sweep(swap_path, update, settings, faulty, numbers, fail_errno=code, fail_count=1 << 40):
         assert_names_the_place(outcome.error, code, swap_path)
+
+
+@pytest.mark.parametrize("backend", [name for name in REASONS if REASONS[name] is None])
+def test_a_write_that_is_torn_in_silence_is_found(backend, swap_path, faulty):
+    """The drive says yes and stores a part. With checksums: the right values, or an error, whatever N is."""
+    update = UPDATES[len(backend) % 2]
+    expected, found = undisturbed(update), 0
+    for n in range(1, 60, 3 if backend == "io_uring" else 6):
+        faulty(tear_silently_at=n, seed=n)
+        outcome = Outcome(swap_path, update, {"backend": backend}, durability={"verify": "always"})
+        if outcome.error is not None:
+            assert outcome.error.errno == errno.EBADMSG and "crc32c" in str(outcome.error)
+            found += 1
+        else:
+            for name, value in outcome.values.items():
+                assert torch.equal(value, expected[name]), name
+    assert found > (3 if backend == "io_uring" else 1)
+
+
+LOST = """
+import contextlib, functools, os, time
+os.environ["OFFLOAD_IO_TIMEOUT_SECONDS"] = "0.4"
+import offload
+from offload import aio
+from test_engine_faults import Tiny, config, train
+swap, backend = {swap!r}, {backend!r}
+for n in (3, 30):
+    begun = time.monotonic()
+    offload.store.drives.Queue = functools.partial(aio.Queue, faults={{"lose_at": n}})
+    try:
+        model, optimizer = offload.prepare(Tiny(), config(swap, aio={{"backend": backend}}))
+        with contextlib.closing(optimizer.engine):
+            train(model, optimizer, 3)
+            model.state_dict()
+    except offload.OffloadError as error:
+        print("ETIMEDOUT" if "has not been answered for 0.4 s" in str(error) else error, os.listdir(swap))
+    print(time.monotonic() - begun < 20, flush=True)
+"""
+
+
+@pytest.mark.parametrize("backend", [name for name in REASONS if REASONS[name] is None])
+def test_an_answer_that_never_comes_is_an_error(backend, swap_path, run_forked):
+    """In prepare, and in a step: nothing hangs, closing works, the files are gone, and so is the process."""
+    result = run_forked("import offload.store.drives\n" + LOST.format(swap=str(swap_path), backend=backend))
+    assert result.stdout.splitlines() == ["ETIMEDOUT []", "True"] * 2, result.stdout + result.stderr
+    assert result.returncode == 0

@@ -1,4 +1,4 @@
-"""File systems that lack something: space, direct I/O, fallocate; and kernels that lack io_uring."""
+"""File systems that lack something: space, direct I/O, fallocate."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_buffered_fallback_keeps_the_page_cache_small(path, backend):
         assert pages_cached(path) < size // mmap.PAGESIZE // 20
     with aio.Queue(path, backend=backend, direct_io="off") as queue:
         queue.read(page_aligned(size), 0).wait()
-        assert pages_cached(path) == size // mmap.PAGESIZE
+        assert pages_cached(path) > size // mmap.PAGESIZE * 9 // 10
 
 
 def pages_in_cache_are_shared(path: str) -> bool:

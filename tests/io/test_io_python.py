@@ -99,6 +99,7 @@ def test_i12_an_aio_context_that_is_refused(path, monkeypatch, caplog):
         queue.write(b"abc", 0).wait()
         assert queue.queue_depth == 2
     assert "preadv on threads: io_queue_init: Resource temporarily unavailable" in caplog.text
+    assert "fs.aio-max-nr" in caplog.text
 
 
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))

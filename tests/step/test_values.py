@@ -225,3 +225,61 @@ def test_closed_engine_says_so(swap_path):
     optimizer.engine.close()
     with pytest.raises(OffloadError, match="closed"):
         optimizer.step()
+
+
+class Assorted(nn.Module):
+    """Parameters of many shapes, a tied and a frozen one, and one that is true although it is not the engine's."""
+
+    def __init__(self):
+        super().__init__()
+        self.scalar, self.one = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(1))
+        self.matrix, self.empty = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(0, 3))
+        self.frozen = nn.Parameter(torch.arange(5), requires_grad=False)
+        self.tied = self.matrix
+
+    def forward(self):
+        return self.scalar * self.one.sum() + self.matrix.sum() + self.tied.sum() + self.empty.sum()
+
+
+def test_a_state_dict_after_close_is_refused_where_weights_were_on_nvme(swap_path):
+    """Never NaN that looks like a checkpoint, whatever the shape; the engine closed twice, the model kept."""
+    with prepared(Training(), Placement("nvme", "nvme"), swap_path, Assorted()) as (model, optimizer):
+        before = model.state_dict()
+    optimizer.engine.close()
+    for _ in range(2):
+        with pytest.raises(OffloadError, match=r"scalar, one, matrix, frozen, tied: .* before close\(\)"):
+            model.state_dict()
+    for name in ("scalar", "one", "matrix", "frozen"):
+        setattr(model, name, nn.Parameter(before[name], requires_grad=name != "frozen"))
+    model.tied = model.matrix
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    with prepared(Training(), Placement("nvme", "nvme"), swap_path, model) as (model, _):
+        assert torch.equal(model.state_dict()["matrix"], before["matrix"])
+
+
+def test_a_state_dict_after_close_is_whole_where_weights_were_in_memory(swap_path):
+    with prepared(Training(), Placement("cpu", "nvme"), swap_path, Assorted()) as (model, _):
+        before = model.state_dict()
+    assert not any(module._state_dict_hooks for module in model.modules())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("chunk", [2048, 1 << 20])
+def test_the_optimizer_state_reads_each_chunk_once(precision, chunk, swap_path):
+    """Many parameters in a chunk, or many chunks in a parameter."""
+    training = Training(precision=precision)
+    with prepared(training, Placement("nvme", "nvme", chunk=chunk), swap_path) as (model, optimizer):
+        steps(model, optimizer, training.batches()[:1])
+        optimizer.engine.settle()
+        moved = optimizer.engine.ledger.moved
+        before = moved["nvme_read", "exp_avg"]
+        state = optimizer.state_dict()
+        whole = sum(unit.elements for unit in optimizer.engine.plan.inventory.units) * 4
+        assert moved["nvme_read", "exp_avg"] - before == whole
+        before = moved["nvme_read", "exp_avg"]
+        optimizer.load_state_dict(state)
+        if chunk > 2048:  # else a parameter's moments and its residual each pass through all its chunks
+            assert moved["nvme_read", "exp_avg"] - before == whole
