@@ -21,7 +21,6 @@ from typing import Any
 
 from . import aio
 from .blockdevice import device_under
-from .bytesize import format_bytes
 from .config.kinds import SwapPath
 from .config.schema import Aio
 from .errors import ConfigError
@@ -55,10 +54,6 @@ class IoSettings:
     queue_depth: int
     thread_count: int
 
-    def __str__(self) -> str:
-        """``io_uring, 1.00 MiB x 32``."""
-        return f"{self.backend}, {format_bytes(self.block_size)} x {self.queue_depth}"
-
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
@@ -91,7 +86,10 @@ def profile_path() -> Path | None:
     if given is not None:
         return None if given.strip().lower() in ("", "off", "none", "0") else Path(given).expanduser()
     home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(home).expanduser() / "offload" / "machine.json"
+    try:
+        return Path(home).expanduser() / "offload" / "machine.json"
+    except RuntimeError:  # a user without a home, as in containers
+        return None
 
 
 def load(path: Path | None = None) -> list[Tuned]:
@@ -189,8 +187,10 @@ def resolve(settings: Aio, paths: Sequence[SwapPath]) -> tuple[Aio, tuple[SwapPa
 def _find(entries: Sequence[Tuned], path: str) -> Tuned | None:
     """The entry for the drive under a path, or under the directory in which it will be made."""
     place = Path(os.path.abspath(os.path.expanduser(path)))
-    existing = next(folder for folder in (place, *place.parents) if folder.exists())
-    drive = drive_of(existing)
+    try:
+        drive = drive_of(next(folder for folder in (place, *place.parents) if folder.exists()))
+    except OSError:  # whoever opens the path says what is wrong with it
+        return None
     entry = next((entry for entry in entries if entry.drive == drive), None)
     if entry is None:
         other = next((entry for entry in entries if entry.drive.source == drive.source), None)

@@ -132,7 +132,8 @@ class PyQueue : public std::enable_shared_from_this<PyQueue> {
     queue_->request_close(cancel);
     const auto step = [&](auto slice) { return queue_->join_for(slice); };
     try {
-      if (wait("close", std::nullopt, step) == Waited::kGivenUp) abandon();
+      const double patience = cancel ? patience_for_cancel() : patience_.timeout_seconds;
+      if (wait("close", std::nullopt, step, patience) == Waited::kGivenUp) abandon();
     } catch (...) {  // Ctrl-C: only what is in flight is still waited for
       const py::gil_scoped_release nogil;
       cancel_and_join();
@@ -147,6 +148,10 @@ class PyQueue : public std::enable_shared_from_this<PyQueue> {
   // Waits for `step(slice)` to say true, without the GIL. See Note [Waits that do not end].
   template <class Step>
   Waited wait(const char* what, std::optional<double> timeout, const Step& step) {
+    return wait(what, timeout, step, patience_.timeout_seconds);
+  }
+  template <class Step>
+  Waited wait(const char* what, std::optional<double> timeout, const Step& step, double patience) {
     const auto begun = Clock::now();
     double next_report = patience_.stall_seconds;
     for (;;) {
@@ -156,18 +161,16 @@ class PyQueue : public std::enable_shared_from_this<PyQueue> {
       if (without_gil([&] { return step(limit); })) return Waited::kOver;
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
       if (timeout && waited >= *timeout) return Waited::kTimeout;
-      if (is_hopeless(waited)) return Waited::kGivenUp;
+      if (waited >= patience && is_dead()) return Waited::kGivenUp;
       if (waited < next_report) continue;
       next_report = waited * 2;
       report_stall(what, waited);
     }
   }
 
-  // Whether to give up on something that has lasted for so long.
+  // Whether the drive does not answer any more, and something so old has to be given up.
   [[nodiscard]] bool is_hopeless(double seconds) const {
-    if (seconds < patience_.timeout_seconds) return false;
-    const auto oldest = queue_->stats().oldest();
-    return oldest && oldest->seconds >= patience_.timeout_seconds;
+    return seconds >= patience_.timeout_seconds && is_dead();
   }
 
   // Takes over the buffer of a ticket that Python has dropped before it was done.
@@ -184,6 +187,16 @@ class PyQueue : public std::enable_shared_from_this<PyQueue> {
   [[nodiscard]] IoQueue& queue() noexcept { return *queue_; }
 
  private:
+  [[nodiscard]] bool is_dead() const {
+    const auto oldest = queue_->stats().oldest();
+    return oldest && oldest->seconds >= patience_.timeout_seconds;
+  }
+
+  // Once a request has been in flight for too long, the others are given a while, and not as long again.
+  [[nodiscard]] double patience_for_cancel() const noexcept {
+    return std::min(patience_.stall_seconds, patience_.timeout_seconds);
+  }
+
   void abandon() noexcept {
     abandoned_ = true;
     queue_->abandon();
@@ -194,7 +207,7 @@ class PyQueue : public std::enable_shared_from_this<PyQueue> {
     queue_->request_close(/*cancel=*/true);
     const auto begun = Clock::now();
     while (!abandoned_ && !queue_->join_for(kSlice)) {
-      if (is_hopeless(seconds_since(begun))) abandon();
+      if (seconds_since(begun) >= patience_for_cancel() && is_dead()) abandon();
     }
   }
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
 
-from .. import metrics
+from .. import machine, metrics
 from ..config import BatchSizes, OffloadConfig
 from ..errors import ConfigError
 from ..models.documents import find_files
-from ..placement import Placement, placement_of, refuse_unbuilt
+from ..placement import Placement, placement_of, refuse_unbuilt, swap_paths_of
 from ..plan import MemoryPlan
 from .device import device_free_bytes
 from .failures import StopSignals
@@ -78,6 +79,8 @@ def run(request: Request) -> None:
             display.say(f"configuration {request.config_path} ({job.config_digest})")
             for line in job.config.describe():
                 display.say(f"  {line}")
+            for line in _tuned(job.config):
+                display.say(line)
             for note in job.config.notes:
                 display.say(f"note: {note}")
         import torch  # noqa: F401  # the two seconds it takes are spent when the command is known to make sense
@@ -125,6 +128,18 @@ def check(request: Request) -> Job:
         placement=placement,
         out=out,
     )
+
+
+def _tuned(config: OffloadConfig) -> Iterator[str]:
+    """What the machine profile fills in."""
+    paths = swap_paths_of(config)
+    if paths is None:
+        return
+    settings, weighted = machine.resolve(config.aio, paths.all)
+    if settings != config.aio or weighted != paths.all:
+        parts = [f"{settings.backend}, block_size {settings.block_size}, queue_depth {settings.queue_depth}"]
+        parts += [f"{path.path} has the weight {path.weight:g}" for path in weighted if path.weight]
+        yield f"  aio from {machine.profile_path()}: {', '.join(parts)}"
 
 
 class _WarningLines(logging.Handler):

@@ -43,6 +43,8 @@ READ_AHEAD: Final = 2
 PAGE_BYTES: Final = 4 * KiB
 FILE_BYTES: Final = 1 * GiB
 """Of a test file where nothing speaks against it: larger than what drives keep in their own memory."""
+FIRST_BYTES: Final = 16 * MiB
+"""Of a file, are written to see how fast the drive is."""
 FILE_BYTES_MIN: Final = 4 * MiB
 SPACE_LEFT_BYTES: Final = 64 * MiB
 """Of a file system's free space, stays free."""
@@ -166,7 +168,7 @@ class Rig:
         self.written_bytes = 0
         """By all loads together, the first pass over the file included."""
 
-    def fill(self, queue: Queue, *, seconds_max: float) -> Sample:
+    def fill(self, queue: Queue, *, seconds_max: float) -> None:
         """Writes the file once, or as much of it as the time allows: the rest is not used.
 
         Raises:
@@ -175,9 +177,11 @@ class Rig:
         with _told_of(self.file):
             queue.preallocate(self.file.size)
         self.file.filled, self._offset = self.file.size, 0
-        sample = self.run(queue, "write", self.file.size, seconds_max=seconds_max)
-        self.file.filled, self._offset = sample.written_bytes, 0
-        return sample
+        first = self.run(queue, "write", min(FIRST_BYTES, self.file.size), seconds_max=seconds_max)
+        in_time = first.gb_per_second * 1e9 * (seconds_max - first.seconds)
+        rest = max(min(self.file.size - first.written_bytes, int(in_time)), 0)
+        second = self.run(queue, "write", rest, seconds_max=seconds_max)
+        self.file.filled, self._offset = first.written_bytes + second.written_bytes, 0
 
     def run(self, queue: Queue, load: str, size: int, *, seconds_max: float) -> Sample:
         """Moves ``size`` bytes, read and written together, or stops early when the time is over.
@@ -270,6 +274,17 @@ def _buffer(size: int) -> mmap.mmap:
     for begin in range(0, size, len(noise)):
         buffer[begin : begin + len(noise)] = noise[: size - begin]
     return buffer
+
+
+def default_settings(backend: str) -> IoSettings:
+    """What a queue takes for "auto". The backend `threads` has as many requests in flight as threads."""
+    threads = 8 if backend == "threads" else 1
+    return IoSettings(backend, 1 * MiB, threads if threads > 1 else 32, threads)
+
+
+def settings_text(settings: IoSettings) -> str:
+    """``io_uring 1 MiB x 32``."""
+    return f"{settings.backend} {size_text(settings.block_size)} x {settings.queue_depth}"
 
 
 def size_text(size: int) -> str:

@@ -171,7 +171,7 @@ def tune(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="PATH...",
+            metavar="PATH",
             help="Directories on the drives to tune. Default: those that the configuration names.",
             show_default=False,
         ),
@@ -208,8 +208,8 @@ def tune(
 ) -> None:
     """Find the fastest way to read and write the swap files on a drive, in under 30 seconds.
 
-    Tries I/O backends, request sizes, queue depths and threads with the loads of a training step, beside the page
-    cache, in a test file that vanishes whatever happens. With several paths it also measures their weights.
+    Tries backends, request sizes, queue depths and threads with the loads of a training step, past the page cache.
+    The test file vanishes whatever happens. With several paths it also measures the weights they should have.
     """
     with Failures(traceback):
         from .tune import Request, run
@@ -231,7 +231,7 @@ def tune(
 def doctor(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="PATH...", help="Swap paths to look at as well.", show_default=False),
+        typer.Argument(metavar="PATH", help="Swap paths to look at as well.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
     traceback: TracebackOption = False,
@@ -244,3 +244,32 @@ def doctor(
         from .doctor import run
 
         run(paths or [], as_json=as_json)
+
+
+bench = typer.Typer(help="Measure a part of the engine on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("io")
+def bench_io(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A directory on the drive.", show_default=False)
+    ],
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each, in turns.")] = 5,
+    max_write: Annotated[
+        str, typer.Option("--max-write", metavar="SIZE", help="Most that is written to the drive.")
+    ] = "32GiB",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only plain lines.")] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Measure reading, writing and the mixed load of a step, with the settings a run would have here.
+
+    Beside fio, in turns and on the same file, where it is installed. The file vanishes whatever happens.
+    """
+    with Failures(traceback):
+        from .bench import Request, run
+
+        run(Request(path=path, rounds=rounds, max_write=max_write, json=as_json, quiet=quiet))

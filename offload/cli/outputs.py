@@ -28,7 +28,7 @@ class OutDirectory:
         self.path = path
         self.cache = path / CACHE_DIR
         self._made: list[Path] = []
-        _check_writable(path, "--out")
+        check_writable(path, "--out")
 
     def make(self) -> None:
         """Makes the directory and the one for the tokenised text."""
@@ -66,12 +66,13 @@ class OutDirectory:
 
 def check_export(path: Path) -> None:
     """Raises ConfigError where a model cannot be written to ``path`` at the end of the run."""
-    _check_writable(path, "--export")
+    check_writable(path, "--export")
     if path.is_dir() and any(path.iterdir()):
         raise ConfigError(f"--export {path}: exists and is not empty; give another directory")
 
 
-def _check_writable(path: Path, option: str) -> None:
+def check_writable(path: Path, option: str) -> None:
+    """Raises ConfigError where the directory ``path``, which may not be there yet, cannot be written to."""
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not existing.is_dir():
         raise ConfigError(f"{option} {path}: {existing} is not a directory; give another one")

@@ -14,7 +14,7 @@ import typer
 from .. import metrics
 from ..bytesize import format_bytes
 from ..ledger import Ledger
-from .loads import size_text
+from .loads import settings_text
 from .search import Progress
 
 Advance = Callable[[int, int], None]
@@ -193,11 +193,7 @@ def describe_search(progress: Progress) -> str:
     text = f"round {progress.round}/{progress.rounds}, {progress.settings} settings"
     if progress.best is None:
         return text
-    best = progress.best
-    return (
-        f"{text}; best {progress.best_rate:.2f} GB/s:"
-        f" {best.backend} {size_text(best.block_size)} x {best.queue_depth}"
-    )
+    return f"{text}; best {progress.best_rate:.2f} GB/s: {settings_text(progress.best)}"
 
 
 def clock(seconds: float) -> str:

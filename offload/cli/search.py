@@ -6,8 +6,8 @@ again; and the last few often enough to trust a median. So most of the time goes
 other. Within a round the order is random, and every setting has its turn before one has its second, so that a
 neighbour who comes and goes meets all of them. The defaults stay in to the end, to be compared with.
 
-Settings are as good as the load they are worst at, in parts of the best that any reached at it. Among those within
-1 % of the best the defaults count first, then fewer bytes in flight, behind which a needed read has to wait.
+Settings are as good as the load they are worst at, in parts of the best that any reached at it. Where the defaults
+are within 1 % of the best, they are kept.
 """
 
 from __future__ import annotations
@@ -211,9 +211,9 @@ class Search:
     def _preferred(self, ranked: Sequence[IoSettings]) -> IoSettings:
         loads = self._loads_of(ranked[0])
         scores = {one: self._score(one, loads, ranked) for one in ranked}
-        best = max(scores.values())
-        equal = [one for one in ranked if scores[one] >= best * EQUAL_SHARE]
-        return min(equal, key=lambda one: (one != self.default, one.block_size * one.queue_depth))
+        best = max(ranked, key=lambda one: scores[one])
+        of_default = self._score(self.default, loads, ranked)
+        return self.default if of_default >= scores[best] * EQUAL_SHARE else best
 
     def _loads_of(self, settings: IoSettings) -> tuple[str, ...]:
         return tuple(load for load in LOADS if self.rates.get((settings, load)))

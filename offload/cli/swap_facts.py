@@ -16,7 +16,7 @@ from ..errors import ConfigError, OffloadError
 from ..metrics import Mount, mount_of
 from .facts import Fact
 from .host import Host
-from .loads import PAGE_BYTES, ScratchFile, check_directory, size_text
+from .loads import PAGE_BYTES, ScratchFile, check_directory, settings_text
 
 PREFIX = "offload-"
 OWNER_FILE = "owner.json"
@@ -191,8 +191,5 @@ def _tuned(path: Path) -> Fact:
         if machine.profile_path() is None:
             return Fact("tuned", "no; the machine profile is switched off")
         return Fact("tuned", "no", "slow", f"find its best settings: `offload tune {shlex.quote(str(path))}`")
-    io = entry.settings
     rates = ", ".join(f"{load} {rate:.2f}" for load, rate in entry.gb_per_second.items())
-    return Fact(
-        "tuned", f"{io.backend}, {size_text(io.block_size)} x {io.queue_depth}: {rates} GB/s ({entry.date})"
-    )
+    return Fact("tuned", f"{settings_text(entry.settings)}: {rates} GB/s ({entry.date})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,17 @@ from ..errors import ConfigError
 from ..machine import DriveId, IoSettings, Tuned, drive_of
 from ..metrics import mount_of
 from .failures import Stopped, StopSignals
-from .loads import FILE_BYTES, LOADS, Rig, Sample, ScratchFile, check_directory, size_that_fits
+from .loads import (
+    FILE_BYTES,
+    LOADS,
+    Rig,
+    Sample,
+    ScratchFile,
+    check_directory,
+    default_settings,
+    size_that_fits,
+)
+from .outputs import check_writable
 from .plan import DRIVE_LIFE_BYTES
 from .progress import Display, make_display
 from .search import ROUNDS, OutOfBudget, Search, candidates
@@ -32,6 +43,8 @@ MAX_WRITE = 16 * GiB
 WRITE_MIN = 16 * MiB
 FILL_SHARE = 0.15
 """Of the time, for the first pass over the file."""
+SEARCH_SHARE = 0.7
+"""Of the time, at least, for the search itself."""
 TRIAL_BYTES = (32 * MiB, 256 * MiB)
 """Least and most of one measurement: with less, what is in flight at its end counts too much."""
 WEIGH_SECONDS = 1.5
@@ -135,8 +148,13 @@ def check(request: Request) -> tuple[int, list[Path]]:
     if request.config is not None:
         paths = paths or _paths_in(request.config)
         _check_config(request.config)
-    elif machine.profile_path() is None:
-        raise ConfigError(f"{machine.ENVIRONMENT} is off: nowhere to write the result; give --config FILE")
+    elif (profile := machine.profile_path()) is None:
+        raise ConfigError(
+            f"there is no machine profile ({machine.ENVIRONMENT} is off, or no home directory): nowhere to write"
+            " the result; give --config FILE"
+        )
+    else:
+        check_writable(profile.parent, "the machine profile in")
     if not paths:
         raise ConfigError("no path: give directories on the drives, or --config FILE that names some")
     if request.plot is not None:
@@ -164,6 +182,7 @@ def _paths_in(config: Path) -> list[Path]:
 def _check_config(config: Path) -> None:
     if config.exists():
         OffloadConfig.from_file(config)
+        check_writable(Path(os.path.realpath(config)).parent, "--config")
     elif not config.absolute().parent.is_dir():
         raise ConfigError(f"--config {config}: {config.absolute().parent} is not a directory")
 
@@ -192,7 +211,7 @@ def _announce(path: Path, max_write: int, seconds: float) -> Iterator[str]:
         yield f"  warning: {mount.filesystem} is memory; what is measured is RAM, and is not saved"
         return
     yield (
-        f"  will write at most {format_bytes(max_write)} to it, {100 * max_write / DRIVE_LIFE_BYTES:.2g} % of the"
+        f"  will write at most {format_bytes(max_write)}, {100 * max_write / DRIVE_LIFE_BYTES:.2g} % of the"
         f" life of a 600 TBW drive, in {seconds:.0f} s"
     )
 
@@ -205,7 +224,7 @@ def tune_path(path: Path, display: Display, *, seconds: float, max_write: int) -
     """
     begin = time.monotonic()
     budget = _Budget(begin + seconds, max_write)
-    default = _defaults(_backends()[0])
+    default = default_settings(_backends()[0])
     size = size_that_fits(path, min(FILE_BYTES, max_write // 8 // MiB * MiB))
     with ScratchFile(path, size) as file:
         rig = Rig(file)
@@ -219,6 +238,8 @@ def tune_path(path: Path, display: Display, *, seconds: float, max_write: int) -
             display.say(
                 "  warning: direct I/O is refused: what is measured is the page cache, and is not saved"
             )
+        # Where the file took long (a busy machine, a slow drive), the search still has its time.
+        budget.deadline = max(budget.deadline, time.monotonic() + SEARCH_SHARE * seconds)
         settings = candidates(_backends())
         trial_bytes = _trial_bytes(budget, rig, warm, len(settings))
 
@@ -255,12 +276,6 @@ def _backends() -> list[str]:
     """Those to choose among: the one in Python is for machines where the others cannot be built."""
     usable = aio.backends()
     return [name for name in usable if name != "python"] or usable
-
-
-def _defaults(backend: str) -> IoSettings:
-    """What "auto" is without a profile. The backend `threads` has as many requests in flight as threads."""
-    threads = aio.THREADS if backend == "threads" else 1
-    return IoSettings(backend, aio.REQUEST_BYTES, threads if threads > 1 else aio.QUEUE_DEPTH, threads)
 
 
 def _trial_bytes(budget: _Budget, rig: Rig, warm: Sample, settings: int) -> int:

@@ -41,15 +41,15 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
             note = "   the defaults" if settings == search.default else ""
             yield (
                 f"  {mark} {settings.backend:9} {size_text(settings.block_size):>8} {settings.queue_depth:>6}"
-                f"   {rates}   {100 * search.share(settings):>5.0f} %{note}"
+                f"   {rates}   {_share(outcome, settings):>7}{note}"
             )
-        yield "    weakest: of the best of these, at the load where the settings come least near it"
+        yield "    weakest: part of the best, at the load where the settings reach least of it"
         if not search.complete:
-            yield "    ended early: the time, or what may be written, was used up (--seconds, --max-write)"
+            yield "    ended early: --seconds or --max-write was used up"
         if search.spread() > BUSY_SPREAD:
             yield (
-                f"    the drive was busy: equal measurements differ by a factor of {search.spread():.1f};"
-                " tune it again when it is quiet"
+                f"    equal measurements differ by a factor of {search.spread():.1f}:"
+                " tune again on a quiet drive"
             )
     if len(outcomes) > 1:
         total = sum(outcome.weight for outcome in outcomes)
@@ -64,9 +64,17 @@ def _how_far(outcome: Outcome) -> str:
     tried = len({settings for settings, _ in search.rates})
     trials = sum(map(len, search.rates.values()))
     return (
-        f"{tried} settings, {trials} measurements in {outcome.seconds:.0f} s,"
+        f"{tried} setting{'s' * (tried != 1)}, {trials} measurement{'s' * (trials != 1)} in {outcome.seconds:.0f} s,"
         f" {format_bytes(outcome.written_bytes)} written"
     )
+
+
+def _share(outcome: Outcome, settings: IoSettings) -> str:
+    """Unknown where the time has not been enough for every load."""
+    search = outcome.search
+    if any(search.median(settings, load) is None for load in LOADS):
+        return "-"
+    return f"{100 * search.share(settings):.0f} %"
 
 
 def _rate(rate: float | None) -> str:

@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from benchmarks import adam, harness, io, step
+from benchmarks import adam, harness, io, step, tune
+from offload.cli.loads import LOADS
+from offload.cli.search import candidates
 
 
 def test_step(swap_path, capsys):
@@ -88,3 +90,25 @@ def test_contestants_take_turns_and_the_first_round_does_not_count():
     harness.take_turns([first, second], rounds=3)
     assert turns == ["first", "second"] * 4
     assert (first.median, second.median) == (2.0, 4.0)
+
+
+def test_tune(tmp_path, capsys):
+    small = ["--seconds=1", "--max-write-gib=0.03", "--mib=1", "--file-mib=16", "--rounds=4", "--cells=1"]
+    assert tune.main([*small, "--backends=threads", f"--swap={tmp_path}", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(row["load"], row["what"]) for row in report["rows"]] == [
+        (load, what) for load in LOADS for what in ("tune", "the defaults", "best of the sweep")
+    ]
+    assert report["sweep_cells"] == 3 * len(candidates(["threads"])) and list(tmp_path.iterdir()) == []
+    page = tune.as_text(report, "command")
+    assert report["chosen"] in page and page.count("\n") > len(report["rows"])
+
+
+def test_the_best_cell_is_not_judged_by_the_rounds_that_picked_it():
+    cells = tune.Cells()
+    steady, lucky = candidates(["threads"])[:2]
+    cells.rates[steady, "read"] = [10.0] * 6
+    cells.rates[lucky, "read"] = [5.0, 30.0] * 3  # the best of the odd rounds, the worst of the even ones
+    share = tune.share_of_best(cells, "read", steady)
+    assert share == pytest.approx((10 / 10 + 10 / 5) / 2)
+    assert cells.best("read", 1) == [lucky]

@@ -25,6 +25,7 @@ from offload.store import directory
 
 ROOT = Path(__file__).parents[2]
 
+COMPILED = ("io_uring", "libaio", "threads")
 MACHINE = {
     "proc/sys/kernel/osrelease": "6.12.0-amd64\n",
     "proc/cpuinfo": "processor : 0\nmodel name : Test CPU\nflags : fpu avx2 fma avx512f avx512_bf16 amx_bf16\n",
@@ -158,10 +159,10 @@ def test_parts_that_are_missing_are_unknown(gone: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("refusals", "disabled", "states", "hint"),
     [
-        ({"io_uring": "EPERM"}, "0", ["slow", "ok", "ok"], "seccomp=unconfined"),
-        ({"io_uring": "EPERM"}, "2", ["slow", "ok", "ok"], "sudo sysctl kernel.io_uring_disabled=0"),
-        ({"libaio": "ENOSYS"}, "0", ["ok", "ok", "ok"], ""),
-        ({"io_uring": "a", "libaio": "b", "threads": "c"}, "0", ["bad", "slow", "slow", "slow"], "a; b; c"),
+        ({"io_uring": "EPERM"}, "0", ["slow", "ok", "ok", "ok"], "seccomp=unconfined"),
+        ({"io_uring": "EPERM"}, "2", ["slow", "ok", "ok", "ok"], "sudo sysctl kernel.io_uring_disabled=0"),
+        ({"libaio": "ENOSYS"}, "0", ["ok", "ok", "ok", "ok"], ""),
+        (dict.fromkeys(COMPILED, "it cannot be loaded"), "0", [*["slow"] * 3, "ok"], "`pip install -e .`"),
     ],
 )
 def test_a_backend_that_is_off(
@@ -172,15 +173,12 @@ def test_a_backend_that_is_off(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        aio, "probe", lambda: {name: refusals.get(name) for name in ("io_uring", "libaio", "threads")}
-    )
+    monkeypatch.setattr(aio, "probe", lambda: {name: refusals.get(name) for name in (*COMPILED, "python")})
     here = fake(tmp_path, {"proc/sys/kernel/io_uring_disabled": disabled})
-    facts = [fact for fact in host.facts(here) if "backend" in fact.name]
-    assert [fact.state for fact in facts][: len(states)] == states or states[0] == "bad"
+    facts = [fact for fact in host.facts(here) if fact.name.startswith("backend")]
+    assert [fact.state for fact in facts] == states
     assert all(f"off: {refusals[name]}" in str(facts) for name in refusals)
     assert hint in "".join(fact.hint or "" for fact in facts)
-    assert doctor.is_usable([("machine", facts)]) == ("threads" not in refusals)
 
 
 def test_a_driver_without_a_torch_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +247,7 @@ def test_a_drive_without_faults(tmp_path: Path) -> None:
     assert facts["I/O scheduler"].value == "none"
     assert facts["read-ahead"].value == "128 KiB; direct I/O does without it"
     assert facts["free space"].value == "500 GiB of 1.00 TiB"
-    assert facts["tuned"].value == "io_uring, 1 MiB x 32: read 3.00, write 2.00, mixed 2.50 GB/s (2026-11-30)"
+    assert facts["tuned"].value == "io_uring 1 MiB x 32: read 3.00, write 2.00, mixed 2.50 GB/s (2026-11-30)"
 
 
 DRIVE_HINTS = {

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -158,18 +159,31 @@ def test_version_and_the_commands_that_there_are() -> None:
     """The whole surface: what is added or lost here is added or lost for users."""
     runner = CliRunner()
     assert runner.invoke(app, ["--version"]).output == f"offload {offload.__version__}\n"
-    command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
+    commands = {name: sub for name, sub in command.commands.items() if name != "bench"}
+    commands |= {f"bench {name}": sub for name, sub in command.commands["bench"].commands.items()}
     surface = {
-        name: {option for param in sub.params for option in param.opts}
-        for name, sub in command.commands.items()  # type: ignore[attr-defined]
+        name: {option for param in sub.params for option in param.opts} for name, sub in commands.items()
     }
     shared = {"config", "--model", "--steps", "--seq", "--traceback"}
     assert surface == {
         "plan": shared | {"--gb-per-second"},
         "finetune": shared | {"--data", "--out", "--export", "--field", "--tokenizer", "--seed", "--quiet"},
+        "tune": {
+            "paths",
+            "--config",
+            "--plot",
+            "--max-write",
+            "--seconds",
+            "--json",
+            "--quiet",
+            "--traceback",
+        },
+        "doctor": {"paths", "--json", "--traceback"},
+        "bench io": {"path", "--rounds", "--max-write", "--json", "--quiet", "--traceback"},
     }
     for name in surface:
-        assert runner.invoke(app, [name, "--help"]).exit_code == 0
+        assert runner.invoke(app, [*name.split(), "--help"]).exit_code == 0
     module = subprocess.run(
         [sys.executable, "-m", "offload", "--version"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

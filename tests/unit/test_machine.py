@@ -115,6 +115,26 @@ def test_weights_come_from_the_profile_if_it_has_all_drives(
     assert machine.resolve(Aio(), given)[1] == tuple(given), "weights that are given count as they are"
 
 
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(machine.ENVIRONMENT)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    assert machine.profile_path() is None and machine.load() == []
+
+
+def test_a_path_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.save([tuned(tmp_path)])
+
+    def refuse(path: Path) -> machine.DriveId:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(machine, "drive_of", refuse)
+    assert machine.resolve(Aio(), swap(tmp_path))[0] == Aio()
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -222,3 +242,16 @@ def test_prepare_opens_its_queues_as_the_profile_says(
     (settings,) = opened
     assert settings["backend"] == "threads" and settings["request_bytes"] == 2 * MiB
     assert (settings["queue_depth"], settings["threads"]) == (16, 12)
+
+
+def test_finetune_says_what_the_profile_fills_in(tmp_path: Path) -> None:
+    from offload.cli.finetune import _tuned
+    from offload.config import OffloadConfig
+
+    states = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = OffloadConfig.from_dict({"zero_optimization": {"offload_optimizer": states}})
+    assert list(_tuned(config)) == []
+    machine.save([tuned(tmp_path)])
+    (line,) = _tuned(config)
+    assert line == f"  aio from {machine.profile_path()}: threads, block_size 2097152, queue_depth 16"
+    assert list(_tuned(OffloadConfig())) == [], "nothing is on nvme"

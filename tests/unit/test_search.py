@@ -59,11 +59,11 @@ def test_finds_the_best_of_a_formula(seed: int) -> None:
 
 def test_noise_costs_little() -> None:
     shares = []
-    for seed in range(60):
+    for seed in range(40):
         drive = Drive(seed, noise=0.05)
         best = Search(candidates(BACKENDS), DEFAULT, drive.measure, seed=seed).run()
         shares.append(drive.true_share(best) / max(map(drive.true_share, candidates(BACKENDS))))
-    assert sorted(shares)[3] >= 0.95 and sum(shares) / len(shares) >= 0.98
+    assert sorted(shares)[2] >= 0.95 and sum(shares) / len(shares) >= 0.98
 
 
 def test_later_rounds_have_fewer_settings_and_more_trials_of_each() -> None:
@@ -91,14 +91,14 @@ def test_every_setting_has_its_turn_before_one_has_its_second() -> None:
     assert len(set(map(tuple, turns))) == times, "each in another order"
 
 
-def test_equals_go_to_the_defaults_and_then_to_the_fewest_bytes_in_flight() -> None:
-    flat = Search(candidates(BACKENDS), DEFAULT, lambda one, load: 1.0)
-    assert flat.run() == DEFAULT
-    slow_default = Search(candidates(["io_uring"]), DEFAULT, lambda one, load: 0.5 if one == DEFAULT else 1.0)
-    best = slow_default.run()
-    assert best.block_size * best.queue_depth == min(
-        one.block_size * one.queue_depth for one in slow_default.finalists if one != DEFAULT
-    )
+def test_the_defaults_are_kept_where_nothing_is_better() -> None:
+    assert Search(candidates(BACKENDS), DEFAULT, lambda one, load: 1.0).run() == DEFAULT
+    slower = {DEFAULT: 0.995}
+    assert Search(candidates(BACKENDS), DEFAULT, lambda one, load: slower.get(one, 1.0)).run() == DEFAULT
+    slower = {DEFAULT: 0.9}
+    search = Search(candidates(BACKENDS), DEFAULT, lambda one, load: slower.get(one, 1.0))
+    best = search.run()
+    assert best != DEFAULT and search.share(best) == 1.0 and search.share(DEFAULT) == 0.9
 
 
 @pytest.mark.parametrize("trials", [0, 1, 5, 60, 100, 150])
