@@ -14,7 +14,6 @@ read: blocks that were only reserved are not read from the drive, and random byt
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
@@ -31,6 +30,7 @@ from ..aio import PREFETCH, WRITE_BACK, Queue, Ticket
 from ..bytesize import GiB, KiB, MiB, format_bytes
 from ..errors import ConfigError, StoreError, TransferError
 from ..machine import IoSettings
+from ..slab import map_slab
 
 LOADS: Final = ("read", "write", "mixed")
 TRANSFER_BYTES_MAX: Final = 64 * MiB
@@ -266,10 +266,7 @@ class _told_of:  # noqa: N801  # reads as a phrase
 
 def _buffer(size: int) -> mmap.mmap:
     """Memory as the engine's: page-aligned, in huge pages where there are some; random bytes."""
-    buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= 2 * MiB and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # only speed is lost
-            buffer.madvise(mmap.MADV_HUGEPAGE)
+    buffer = map_slab(size)
     noise = os.urandom(min(size, 8 * MiB))
     for begin in range(0, size, len(noise)):
         buffer[begin : begin + len(noise)] = noise[: size - begin]

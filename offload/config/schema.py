@@ -115,6 +115,8 @@ class Aio:
     ``intra_op_parallelism``; both count here."""
     direct_io: Literal["auto", "required", "off"] = "auto"
     """Bypass the page cache: auto falls back where the file system refuses, required fails there. Ours."""
+    sqpoll: bool = False
+    """With io_uring, a thread of the kernel picks requests up: less delay for each, most of a core for all. Ours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

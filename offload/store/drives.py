@@ -9,7 +9,6 @@ little free space gets what fits, and the others the rest.
 from __future__ import annotations
 
 import logging
-import mmap
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -21,6 +20,7 @@ from ..config.schema import Aio
 from ..errors import StoreError
 from ..ledger import Ledger
 from ..links import NvmeLinks
+from ..slab import map_slab
 from .directory import SwapDirectory
 
 logger = logging.getLogger("offload.store")
@@ -61,6 +61,7 @@ class Drive:
             request_bytes=self._aio.block_size,
             direct_io=self._aio.direct_io,
             threads=self._aio.thread_count,
+            sqpoll=self._aio.sqpoll,
         )
 
     def close(self) -> None:
@@ -131,7 +132,7 @@ class _Probe:
         self._queue = drive.open(PROBE_NAME)
         self._path = drive.directory.path / PROBE_NAME
         self._slots = size // PROBE_REQUEST_BYTES
-        self._buffer = mmap.mmap(-1, PROBE_REQUEST_BYTES)
+        self._buffer = map_slab(PROBE_REQUEST_BYTES)
         self.flying: list[Ticket] = []
         self.seconds_per_byte = 0.0
         try:

@@ -15,7 +15,6 @@ the parent wrote to next, while the device went on with the old one.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import resource
@@ -26,12 +25,11 @@ import numpy as np
 import torch
 
 from ..accel import Accelerator
-from ..bytesize import MiB, align_up, format_bytes
+from ..bytesize import align_up, format_bytes
 from ..errors import OffloadError, PlanError
+from ..slab import advise, map_slab
 
 logger = logging.getLogger("offload")
-
-HUGE_PAGE_BYTES = 2 * MiB
 
 
 class HostTier:
@@ -63,14 +61,12 @@ class HostTier:
         if not end:
             return [torch.empty(0, dtype=torch.uint8) for _ in sizes]
         try:
-            slab = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            slab = map_slab(end)
         except OSError as error:
             raise PlanError(
                 f"{format_bytes(end)} of host memory wanted for {purpose}: {error.strerror}; lower"
                 " memory.host_bytes, or raise the limit of virtual memory (ulimit -v)"
             ) from error
-        if end >= HUGE_PAGE_BYTES:
-            _madvise(slab, "MADV_HUGEPAGE")  # where a kernel has none, only speed is lost
         self.allocated[purpose] += sum(sizes)
         if pinned:
             self._pin(purpose, slab)
@@ -91,7 +87,7 @@ class HostTier:
         while self._registered and self._accelerator is not None:
             slab = self._registered.pop()
             self._accelerator.unregister(slab)
-            _madvise(self._mappings.pop(slab.data_ptr()), "MADV_DOFORK")
+            advise(self._mappings.pop(slab.data_ptr()), "MADV_DOFORK")
 
     def _pin(self, purpose: str, mapping: mmap.mmap) -> None:
         if self._accelerator is None:
@@ -113,13 +109,7 @@ class HostTier:
         else:
             self._registered.append(slab)
             self._mappings[slab.data_ptr()] = mapping
-            _madvise(mapping, "MADV_DONTFORK")
-
-
-def _madvise(mapping: mmap.mmap, advice: str) -> None:
-    if hasattr(mmap, advice):
-        with contextlib.suppress(OSError):  # a kernel without it
-            mapping.madvise(getattr(mmap, advice))
+            advise(mapping, "MADV_DONTFORK")
 
 
 def _locked_memory_limit() -> str:

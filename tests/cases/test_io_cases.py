@@ -83,6 +83,23 @@ def test_i01_sizes_of_odd_numbers(swap_path, precision, block_size, queue_depth,
     assert_same(trained(swap_path, precision=precision, aio=settings), in_memory)
 
 
+def test_every_setting_of_aio_reaches_the_queue(swap_path, monkeypatch):
+    asked = []
+
+    def queue(*arguments, **settings):
+        asked.append(settings)
+        return aio.Queue(*arguments, **settings)
+
+    monkeypatch.setattr("offload.store.drives.Queue", queue)
+    settings = {
+        "backend": "io_uring", "block_size": 65536, "queue_depth": 5, "thread_count": 3, "direct_io": "off",
+        "sqpoll": True,
+    }  # fmt: skip
+    assert_same(trained(swap_path, aio=settings), trained(None, device="cpu"))
+    names = {"block_size": "request_bytes", "thread_count": "threads"}
+    assert asked == [{names.get(name, name): value for name, value in settings.items()}]
+
+
 def test_i03_a_file_that_became_short_is_an_error_and_no_step(swap_path):
     """Somebody cuts the swap file: the read says where the file ends, and the step does not count."""
     model, optimizer = offload.prepare(Odd(), config(swap_path, precision="fp32"))
