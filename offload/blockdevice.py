@@ -8,7 +8,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from .metrics import Mount, mount_of
+from .metrics import Mount, mount_of, read, read_number
 
 _SECTOR_BYTES = 512
 """The unit of /sys/.../size, whatever the device's own sectors."""
@@ -58,29 +58,17 @@ def device_under(
 def _describe(entry: Path) -> BlockDevice:
     whole = entry.parent if (entry / "partition").exists() else entry
     queue = whole / "queue"
-    sectors, ahead_kib = _number(whole / "size"), _number(queue / "read_ahead_kb")
-    rotational = _number(queue / "rotational")
-    scheduler = _text(queue / "scheduler")
+    sectors, ahead_kib = read_number(whole / "size"), read_number(queue / "read_ahead_kb")
+    rotational = read_number(queue / "rotational")
+    scheduler = read(queue / "scheduler") or None
     chosen = re.search(r"\[([\w-]+)\]", scheduler or "")
     return BlockDevice(
         name=whole.name,
-        model=_text(whole / "device" / "model"),
+        model=read(whole / "device" / "model") or None,
         size=None if sectors is None else sectors * _SECTOR_BYTES,
-        logical_block_bytes=_number(queue / "logical_block_size"),
-        physical_block_bytes=_number(queue / "physical_block_size"),
+        logical_block_bytes=read_number(queue / "logical_block_size"),
+        physical_block_bytes=read_number(queue / "physical_block_size"),
         scheduler=chosen[1] if chosen else scheduler,
         read_ahead_bytes=None if ahead_kib is None else ahead_kib * 1024,
         is_rotational=None if rotational is None else rotational == 1,
     )
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text().strip() or None
-    except (OSError, ValueError):
-        return None
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path)
-    return int(text) if text is not None and text.isdecimal() else None

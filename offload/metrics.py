@@ -80,3 +80,27 @@ def storage_bytes() -> tuple[int, int]:
     """(read, written) by this process from and to storage, as the kernel counts (/proc/self/io)."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
+def read(path: Path) -> str | None:
+    """The text of a file of /proc or /sys; None where it cannot be had."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def read_number(path: Path) -> int | None:
+    """As :func:`read`, for a file that holds one number."""
+    text = read(path)
+    return int(text) if text is not None and text.lstrip("-").isdecimal() else None
+
+
+def read_table(path: Path) -> dict[str, str]:
+    """The ``key: value`` lines of a file; the first of equal keys counts."""
+    table: dict[str, str] = {}
+    for line in (read(path) or "").splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            table.setdefault(key.strip(), value.strip())
+    return table

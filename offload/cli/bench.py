@@ -6,17 +6,16 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from .. import aio, machine
-from ..bytesize import MiB, format_bytes, parse_bytes
+from ..bytesize import MiB, format_bytes
 from ..config.kinds import SwapPath
 from ..config.schema import Aio
-from ..errors import ConfigError
 from ..machine import IoSettings
 from ..metrics import mount_of
 from .failures import Stopped, StopSignals
@@ -29,11 +28,11 @@ from .loads import (
     ScratchFile,
     check_directory,
     default_settings,
+    max_write_of,
     settings_text,
     size_that_fits,
 )
 from .progress import Display, make_display
-from .tune import WRITE_MIN
 
 SECONDS = 0.5
 """Of one measurement."""
@@ -109,12 +108,7 @@ def check(request: Request) -> int:
     Raises:
         ConfigError: what is wrong, and the way out.
     """
-    try:
-        max_write = parse_bytes(request.max_write)
-    except ValueError as error:
-        raise ConfigError(f"--max-write: {error}") from None
-    if max_write < WRITE_MIN:
-        raise ConfigError(f"--max-write {request.max_write}: at least {format_bytes(WRITE_MIN)} are needed")
+    max_write = max_write_of(request.max_write)
     check_directory(request.path)
     return max_write
 
@@ -226,12 +220,7 @@ def to_json(result: Result) -> str:
         "path": str(result.path),
         "filesystem": mount_of(result.path).filesystem,
         "direct": result.is_direct,
-        "settings": {
-            "backend": result.settings.backend,
-            "block_size": result.settings.block_size,
-            "queue_depth": result.settings.queue_depth,
-            "thread_count": result.settings.thread_count,
-        },
+        "settings": asdict(result.settings),
         "fio": result.fio_version,
         "rounds": result.rounds,
         "bytes": result.size,

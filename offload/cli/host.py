@@ -18,8 +18,9 @@ from pathlib import Path
 
 from .. import aio, machine
 from ..bytesize import MiB, format_bytes
+from ..metrics import read, read_number, read_table
 from .device import may_have_accelerator
-from .facts import Fact, read, read_number, read_table
+from .facts import Fact
 
 IO_URING_KERNEL = (5, 6)
 """The first whose io_uring reads and writes files as we need it."""

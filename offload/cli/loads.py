@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Final
 
 from .. import metrics
-from ..aio import PREFETCH, WRITE_BACK, Queue, Ticket
-from ..bytesize import GiB, KiB, MiB, format_bytes
+from ..aio import PREFETCH, QUEUE_DEPTH, REQUEST_BYTES, THREADS, WRITE_BACK, Queue, Ticket
+from ..bytesize import GiB, KiB, MiB, format_bytes, parse_bytes
 from ..errors import ConfigError, StoreError, TransferError
+from ..inventory import PAGE_BYTES
 from ..machine import IoSettings
 from ..slab import map_slab
 
@@ -40,12 +41,13 @@ SLOTS: Final = 4
 """Buffers in turn: as many transfers are in flight, at most."""
 READ_AHEAD: Final = 2
 """Chunks that are read ahead of the one that is written."""
-PAGE_BYTES: Final = 4 * KiB
 FILE_BYTES: Final = 1 * GiB
 """Of a test file where nothing speaks against it: larger than what drives keep in their own memory."""
 FIRST_BYTES: Final = 16 * MiB
 """Of a file, are written to see how fast the drive is."""
 FILE_BYTES_MIN: Final = 4 * MiB
+WRITE_MIN: Final = 16 * MiB
+"""Writes, at least, without which nothing is measured."""
 SPACE_LEFT_BYTES: Final = 64 * MiB
 """Of a file system's free space, stays free."""
 _NO_TMPFILE: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
@@ -273,10 +275,26 @@ def _buffer(size: int) -> mmap.mmap:
     return buffer
 
 
+def max_write_of(text: str) -> int:
+    """The bytes that ``--max-write`` allows.
+
+    Raises:
+        ConfigError: it is no size, or too small to measure anything.
+    """
+    try:
+        max_write = parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--max-write: {error}") from None
+    if max_write < WRITE_MIN:
+        raise ConfigError(f"--max-write {text}: at least {format_bytes(WRITE_MIN)} are needed")
+    return max_write
+
+
 def default_settings(backend: str) -> IoSettings:
     """What a queue takes for "auto". The backend `threads` has as many requests in flight as threads."""
-    threads = 8 if backend == "threads" else 1
-    return IoSettings(backend, 1 * MiB, threads if threads > 1 else 32, threads)
+    if backend == "threads":
+        return IoSettings(backend, REQUEST_BYTES, THREADS, THREADS)
+    return IoSettings(backend, REQUEST_BYTES, QUEUE_DEPTH, 1)
 
 
 def settings_text(settings: IoSettings) -> str:

@@ -41,6 +41,7 @@ ModelOption = Annotated[
 ]
 StepsOption = Annotated[int, typer.Option(min=1, metavar="N", help="Optimizer steps.")]
 SeqOption = Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of one sequence.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="Only plain lines.")]
 TracebackOption = Annotated[
     bool,
     typer.Option(
@@ -203,7 +204,7 @@ def tune(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print everything that was measured as JSON, and nothing else.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only plain lines.")] = False,
+    quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:
     """Find the fastest way to read and write the swap files on a drive, in under 30 seconds.
@@ -262,7 +263,7 @@ def bench_io(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only plain lines.")] = False,
+    quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:
     """Measure reading, writing and the mixed load of a step, with the settings a run would have here.

@@ -13,10 +13,11 @@ from .. import machine
 from ..blockdevice import BlockDevice, device_under
 from ..bytesize import GiB, format_bytes
 from ..errors import ConfigError, OffloadError
+from ..inventory import PAGE_BYTES
 from ..metrics import Mount, mount_of
 from .facts import Fact
 from .host import Host
-from .loads import PAGE_BYTES, ScratchFile, check_directory, settings_text
+from .loads import ScratchFile, check_directory, settings_text
 
 PREFIX = "offload-"
 OWNER_FILE = "owner.json"

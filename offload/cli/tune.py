@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 
 from .. import aio, machine
-from ..bytesize import GiB, MiB, format_bytes, parse_bytes
+from ..bytesize import MiB, format_bytes
 from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..machine import DriveId, IoSettings, Tuned, drive_of
@@ -26,6 +26,7 @@ from .loads import (
     ScratchFile,
     check_directory,
     default_settings,
+    max_write_of,
     size_that_fits,
 )
 from .outputs import check_writable
@@ -39,8 +40,6 @@ DEFAULT_SECONDS = 25.0
 ALL_SECONDS = 54.0
 """For all paths together."""
 SECONDS_MIN = 1.0
-MAX_WRITE = 16 * GiB
-WRITE_MIN = 16 * MiB
 FILL_SHARE = 0.15
 """Of the time, for the first pass over the file."""
 SEARCH_SHARE = 0.7
@@ -136,12 +135,7 @@ def check(request: Request) -> tuple[int, list[Path]]:
     Raises:
         ConfigError: what is wrong, and the way out.
     """
-    try:
-        max_write = parse_bytes(request.max_write)
-    except ValueError as error:
-        raise ConfigError(f"--max-write: {error}") from None
-    if max_write < WRITE_MIN:
-        raise ConfigError(f"--max-write {request.max_write}: at least {format_bytes(WRITE_MIN)} are needed")
+    max_write = max_write_of(request.max_write)
     if request.seconds is not None and not request.seconds >= SECONDS_MIN:
         raise ConfigError(f"--seconds {request.seconds:g}: at least {SECONDS_MIN:g} is needed")
     paths = list(request.paths)

@@ -6,7 +6,6 @@ import json
 import mmap
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,11 +42,9 @@ else:
 
 
 @pytest.fixture
-def drive(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "drive"
-    path.mkdir()
-    yield path
-    assert list(path.iterdir()) == [], "a file was left behind"
+def drive(swap_path: Path) -> Path:
+    """A directory on it, in which nothing may be left."""
+    return swap_path
 
 
 @pytest.fixture

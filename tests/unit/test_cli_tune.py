@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,11 +39,9 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def drive(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "drive"
-    path.mkdir()
-    yield path
-    assert list(path.iterdir()) == [], "a file was left behind"
+def drive(swap_path: Path) -> Path:
+    """A directory on it, in which nothing may be left."""
+    return swap_path
 
 
 def tune(*arguments: str | Path, status: int = 0) -> Result:
