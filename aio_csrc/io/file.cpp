@@ -51,7 +51,9 @@ IoFile::IoFile(const FileOptions& options)
       alignment_(static_cast<uint64_t>(::sysconf(_SC_PAGESIZE))),
       memory_alignment_(alignment_) {
   probe_alignment();
-  if (policy_ != DirectIo::kOff) open_direct(options);
+  if (policy_ == DirectIo::kOff) return;                      // asked for the page cache and its readahead
+  ::posix_fadvise(buffered_.get(), 0, 0, POSIX_FADV_RANDOM);  // Note [No readahead]
+  open_direct(options);
 }
 
 void IoFile::open_direct(const FileOptions& options) {
@@ -65,7 +67,6 @@ void IoFile::open_direct(const FileOptions& options) {
     if (policy_ == DirectIo::kRequired) throw IoError(error, "open with O_DIRECT");
     return;
   }
-  ::posix_fadvise(buffered_.get(), 0, 0, POSIX_FADV_RANDOM);  // Note [Unaligned transfers]
   is_direct_ = true;
 }
 
@@ -108,10 +109,7 @@ int IoFile::probe_transfer() const noexcept {
 
 bool IoFile::give_up_direct(int error) noexcept {
   if (policy_ == DirectIo::kRequired) return false;
-  if (is_direct_.exchange(false)) {
-    direct_error_ = error;
-    ::posix_fadvise(buffered_.get(), 0, 0, POSIX_FADV_NORMAL);
-  }
+  if (is_direct_.exchange(false)) direct_error_ = error;
   return true;
 }
 

@@ -42,6 +42,9 @@ class File:
         try:
             self.alignment = _alignment(self._buffered_fd)
             if direct_io != "off":
+                # No readahead: neighbours of a head or a tail would be stale in the cache, and what is read over
+                # the end of a piece would not be dropped with it.
+                os.posix_fadvise(self._buffered_fd, 0, 0, os.POSIX_FADV_RANDOM)
                 self._open_direct(path)
         except BaseException:
             self.close()
@@ -58,8 +61,6 @@ class File:
                 raise OSError(self.direct_error, "open with O_DIRECT") from None
             return
         self.direct = True
-        # Or neighbours of a head or a tail would enter the cache, and be stale there.
-        os.posix_fadvise(self._buffered_fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def _try_direct(self) -> None:
         """Reads one block: some file systems open with O_DIRECT and then refuse transfers."""
@@ -76,7 +77,6 @@ class File:
             return False
         if self.direct:
             self.direct, self.direct_error = False, code
-            os.posix_fadvise(self._buffered_fd, 0, 0, os.POSIX_FADV_NORMAL)
         return True
 
     def fd(self, *, direct: bool) -> int:
