@@ -61,10 +61,10 @@ struct Fp32Master {
 };
 
 // One Adam step on the whole vectors of [begin, end); returns where the rest begins. Every operation rounds
-// where torch's fused Adam rounds in its vectors, so on fp32 with grad_scale 1 the bits are torch's. (Its tail
-// of less than a vector rounds once more; torch's unfused Adam takes MKL's square root, which is not rounded
-// correctly.) The coefficients come by value: behind a reference the compiler would load them again after
-// every store to a float plane.
+// where torch's fused Adam rounds in its vectors, so on fp32 with grad_scale 1 the bits are torch's. (Its
+// tail of less than a vector rounds once more; torch's unfused Adam takes MKL's square root, which is not
+// rounded correctly.) The coefficients come by value: behind a reference the compiler would load them again
+// after every store to a float plane.
 template <class Vec, class Master, class Grad>
 size_t adam_vectors(const AdamCoefficients c, Master master, float* __restrict exp_avg,
                     float* __restrict exp_avg_sq, const Grad* __restrict grad, size_t begin, size_t end) {
