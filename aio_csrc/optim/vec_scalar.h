@@ -16,11 +16,43 @@ struct BitsScalar {
   uint32_t x;
 
   static BitsScalar set(uint32_t value) { return {value}; }
+  // first, first + 1, first + 2, ... over the elements of the vector
+  static BitsScalar count_from(uint32_t first) { return {first}; }
+  static BitsScalar load(const uint32_t* p) { return {*p}; }
   static BitsScalar load_high(const Bf16* p) { return {static_cast<uint32_t>(p->bits) << 16}; }
   static BitsScalar load_low(const int16_t* p) { return {static_cast<uint32_t>(static_cast<int32_t>(*p))}; }
+  static BitsScalar load_low(const int8_t* p) { return {static_cast<uint32_t>(static_cast<int32_t>(*p))}; }
+  static BitsScalar load_low(const uint8_t* p) { return {*p}; }
+  void store(uint32_t* p) const { *p = x; }
   void store_high(Bf16* p) const { p->bits = static_cast<uint16_t>(x >> 16); }
   void store_low(int16_t* p) const { *p = static_cast<int16_t>(static_cast<uint16_t>(x)); }
+  // A value in [-128, 127].
+  void store_low(int8_t* p) const { *p = static_cast<int8_t>(static_cast<uint8_t>(x)); }
+  // A value in [0, 32767]; beyond 255 it is stored as 255.
+  void store_low(uint8_t* p) const { *p = static_cast<uint8_t>(x < 255 ? x : 255); }
   friend BitsScalar operator+(BitsScalar a, BitsScalar b) { return {a.x + b.x}; }
+  friend BitsScalar operator-(BitsScalar a, BitsScalar b) { return {a.x - b.x}; }
+  friend BitsScalar operator*(BitsScalar a, BitsScalar b) { return {a.x * b.x}; }
+  friend BitsScalar operator^(BitsScalar a, BitsScalar b) { return {a.x ^ b.x}; }
+  friend BitsScalar operator&(BitsScalar a, BitsScalar b) { return {a.x & b.x}; }
+  template <int count>
+  [[nodiscard]] BitsScalar shift_left() const {
+    return {x << count};
+  }
+  template <int count>
+  [[nodiscard]] BitsScalar shift_right() const {
+    return {x >> count};
+  }
+  // All comparisons are of unsigned numbers.
+  static BitsScalar min(BitsScalar a, BitsScalar b) { return {a.x < b.x ? a.x : b.x}; }
+  static BitsScalar max(BitsScalar a, BitsScalar b) { return {a.x > b.x ? a.x : b.x}; }
+  [[nodiscard]] uint32_t largest() const { return x; }
+  // Of a number in two's complement.
+  [[nodiscard]] BitsScalar abs() const { return {x >> 31 != 0 ? -x : x}; }
+  // Must be zero where `sign` is zero: vpsignd.
+  [[nodiscard]] BitsScalar negated_where_negative(BitsScalar sign) const {
+    return {sign.x >> 31 != 0 ? -x : x};
+  }
   // a where b == c, else 0
   static BitsScalar keep_where_equal(BitsScalar a, BitsScalar b, BitsScalar c) {
     return {b.x == c.x ? a.x : 0U};
@@ -37,6 +69,7 @@ struct VecScalar {
   static VecScalar load(const Bf16* p) { return from_bits(Bits::load_high(p)); }
   void store(float* p) const { *p = x; }
   static VecScalar from_bits(Bits bits) { return {__builtin_bit_cast(float, bits.x)}; }
+  [[nodiscard]] Bits bits() const { return {__builtin_bit_cast(uint32_t, x)}; }
   // The bit pattern, with every NaN replaced by the canonical one.
   Bits canonical_bits() const { return {x != x ? kCanonicalNan : __builtin_bit_cast(uint32_t, x)}; }
 
