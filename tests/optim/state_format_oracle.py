@@ -110,7 +110,7 @@ class State:
         bits = canonical_bits(master).astype(np.int64)
         unit = 256 if self.residual.itemsize == 1 else 1
         if unit == 256:
-            bits = (bits + (noise >> 16 & 0xFF)) // unit * unit
+            bits = (bits + (noise & 0xFF)) // unit * unit
         high = (bits + 0x8000) >> 16
         self.weight[at] = high.astype(np.uint16)
         self.residual[at] = (bits - (high << 16)) // unit
