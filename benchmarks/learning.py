@@ -158,18 +158,11 @@ def rows_of(kept: dict[str, Curve], seeds: int) -> list[dict[str, Any]]:
 def as_table(rows: Sequence[dict[str, Any]]) -> str:
     seeds = range(len(rows[0]["losses"]))
     columns = ["optimizer state", *(f"seed {seed}" for seed in seeds), "mean", "against torch"]
-    return harness.table(
-        columns,
-        (
-            [
-                row["name"],
-                *(f"{loss:.4f}" for loss in row["losses"]),
-                f"{row['loss']:.4f}",
-                f"{row['difference']:+.2%}",
-            ]
-            for row in rows
-        ),
-    )
+    lines = []
+    for row in rows:
+        losses = [f"{loss:.4f}" for loss in (*row["losses"], row["loss"])]
+        lines.append([row["name"], *losses, f"{row['difference']:+.2%}"])
+    return harness.table(columns, lines)
 
 
 def draw(kept: dict[str, Curve], seeds: int, path: str, title: str) -> None:
@@ -246,7 +239,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = rows_of(kept, options.seeds)
     millions = num_parameters(shape_of(options)) / 1e6
     tokens = options.steps * options.batch * options.seq / 1e6
-    title = f"a decoder of {millions:.1f} million bf16 parameters, {options.steps} steps, {tokens:.2f} million bytes of Python"
+    title = (
+        f"a decoder of {millions:.1f} million bf16 parameters, {options.steps} steps,"
+        f" {tokens:.2f} million bytes of Python"
+    )
     if options.json:
         print(json.dumps({"host": harness.host(), "rows": rows, "curves": kept}))
     else:
