@@ -187,6 +187,9 @@ struct VecAvx2 {
   static VecAvx2 choose(bool condition, VecAvx2 a, VecAvx2 b) {
     return {condition ? a.lo : b.lo, condition ? a.hi : b.hi};
   }
+  friend VecAvx2 operator+(VecAvx2 a, VecAvx2 b) {
+    return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};
+  }
   friend VecAvx2 operator-(VecAvx2 a, VecAvx2 b) {
     return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)};
   }

@@ -70,6 +70,7 @@ struct VecAvx512 {
   }
 
   static VecAvx512 choose(bool condition, VecAvx512 a, VecAvx512 b) { return {condition ? a.x : b.x}; }
+  friend VecAvx512 operator+(VecAvx512 a, VecAvx512 b) { return {_mm512_add_ps(a.x, b.x)}; }
   friend VecAvx512 operator-(VecAvx512 a, VecAvx512 b) { return {_mm512_sub_ps(a.x, b.x)}; }
   friend VecAvx512 operator*(VecAvx512 a, VecAvx512 b) { return {_mm512_mul_ps(a.x, b.x)}; }
   friend VecAvx512 operator/(VecAvx512 a, VecAvx512 b) { return {_mm512_div_ps(a.x, b.x)}; }

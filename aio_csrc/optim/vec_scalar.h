@@ -107,6 +107,7 @@ struct VecScalar {
   Bits canonical_bits() const { return {x != x ? kCanonicalNan : __builtin_bit_cast(uint32_t, x)}; }
 
   static VecScalar choose(bool condition, VecScalar a, VecScalar b) { return {condition ? a.x : b.x}; }
+  friend VecScalar operator+(VecScalar a, VecScalar b) { return {a.x + b.x}; }
   friend VecScalar operator-(VecScalar a, VecScalar b) { return {a.x - b.x}; }
   friend VecScalar operator*(VecScalar a, VecScalar b) { return {a.x * b.x}; }
   friend VecScalar operator/(VecScalar a, VecScalar b) { return {a.x / b.x}; }
