@@ -11,12 +11,7 @@ namespace {  // see Note [Internal linkage]
 inline constexpr uint32_t kSign = 0x80000000;
 inline constexpr uint32_t kMagnitude = 0x7FFFFFFF;
 inline constexpr uint32_t kInfinity = 0x7F800000;
-
-// The moments of the elements of a vector. `root` is sqrt(v), which the update computes anyway.
-template <class Vec>
-struct NewMoments {
-  Vec m, v, root;
-};
+inline constexpr uint32_t kHalfBf16 = 0x80008000;  // noise that rounds both moments to the nearest bf16
 
 struct Fp32Moments {
   static constexpr bool rounds = false;
@@ -34,9 +29,9 @@ struct Fp32Moments {
     return Vec::load(exp_avg_sq + i);
   }
   template <class Vec>
-  void store(size_t i, const NewMoments<Vec>& moments, typename Vec::Bits) const {
-    moments.m.store(exp_avg + i);
-    moments.v.store(exp_avg_sq + i);
+  void store(size_t i, Vec m, Vec v, typename Vec::Bits) const {
+    m.store(exp_avg + i);
+    v.store(exp_avg_sq + i);
   }
   void prefetch(size_t i) const {
     __builtin_prefetch(exp_avg + i);
@@ -86,16 +81,16 @@ struct Bf16Moments {
     return Vec::load(exp_avg_sq + i);
   }
   template <class Vec>
-  void store(size_t i, const NewMoments<Vec>& moments, typename Vec::Bits noise) const {
+  void store(size_t i, Vec m, Vec v, typename Vec::Bits noise) const {
     using Bits = typename Vec::Bits;
-    const Bits m = moments.m.canonical_bits();
-    const Bits m_magnitude = m & Bits::set(kMagnitude);
+    const Bits m_bits = m.canonical_bits();
+    const Bits m_magnitude = m_bits & Bits::set(kMagnitude);
     const Bits m_rounded = round_to_bf16<Vec>(m_magnitude, noise.template shift_right<16>());
-    (m_rounded + (m & Bits::set(kSign))).high().store(exp_avg + i);
-    const Bits v = moments.v.canonical_bits();
-    const Bits v_rounded = round_to_bf16<Vec>(v, noise & Bits::set(0xFFFF));
+    (m_rounded + (m_bits & Bits::set(kSign))).high().store(exp_avg + i);
+    const Bits v_bits = v.canonical_bits();
+    const Bits v_rounded = round_to_bf16<Vec>(v_bits, noise & Bits::set(0xFFFF));
     // Beside a non-zero exp_avg at least the smallest bf16: m / (0 + eps) could be any number.
-    const Bits both = Bits::min(Bits::min(m_magnitude, v), Bits::set(1));
+    const Bits both = Bits::min(Bits::min(m_magnitude, v_bits), Bits::set(1));
     Bits::max(v_rounded, both.template shift_left<16>()).high().store(exp_avg_sq + i);
   }
   void prefetch(size_t i) const {
@@ -180,9 +175,9 @@ struct Largest {
   Bits m = Bits::set(0);
   Bits root = Bits::set(0);
 
-  void see(const NewMoments<Vec>& moments) {
-    m = Bits::max(m, moments.m.bits() & Bits::set(kMagnitude));
-    root = Bits::max(root, moments.root.bits());
+  void see(Vec new_m, Vec new_root) {
+    m = Bits::max(m, new_m.bits() & Bits::set(kMagnitude));
+    root = Bits::max(root, new_root.bits());
   }
   // Over the lanes, and over those of another.
   [[nodiscard]] Largest<VecScalar> with(Largest<VecScalar> other) const {
@@ -228,9 +223,9 @@ struct Int8Block {
     return root * root;
   }
   template <class Vec>
-  void keep(size_t i, const NewMoments<Vec>& moments) const {
-    moments.m.store_scratch(scratch->m + (i - begin));
-    moments.root.store_scratch(scratch->root + (i - begin));
+  void keep(size_t i, Vec m, Vec root) const {
+    m.store_scratch(scratch->m + (i - begin));
+    root.store_scratch(scratch->root + (i - begin));
   }
   template <class Vec>
   Vec kept_m(size_t i) const {
