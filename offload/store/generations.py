@@ -1,8 +1,8 @@
 """Which extent of an item is read, and to which one it is written. Pure.
 
 Note [Generations]
-An item is what is written as one: the state of a chunk, a chunk's part of its unit's weight plane, or what is frozen of
-a weight plane. An item has two extents. Reads go to the one that was written last. Writes go to the one that the
+An item is what is written as one: the state of a chunk, a chunk's part of its unit's weight plane, or what is frozen
+of a weight plane. An item has two extents. Reads go to the one that was written last. Writes go to the one that the
 last commit does not name: the first write after a commit goes to the other extent, and so has to be of the whole
 item; later ones stay there. So whatever is written after a commit, all that the commit names is as it was.
 An item that is not written between two commits is named again where it lies. What is frozen has one extent, as it is

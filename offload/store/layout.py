@@ -8,7 +8,7 @@ Over several paths a plane or chunk is cut into one piece for each, as long as i
 the one transfer that is waited for, and each moves one sequential request. Shares are kept over the sum of all
 extents, to the page; what is too small to be cut lies on the path that is farthest behind its share.
 
-With two generations (`generations`) there are two of everything that is trained; each is laid out like that.
+With two generations (see `generations`) there are two of everything that is trained; each is laid out like that.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
+from typing import Literal
 
 from ..bytesize import KiB
 from ..inventory import PAGE_BYTES
-from ..plan import MemoryPlan
+from ..plan import Chunk, MemoryPlan
 
 PIECE_BYTES_MIN = 256 * KiB
 """A piece smaller than this costs a drive more in requests than it gains in bandwidth."""
@@ -54,6 +55,9 @@ class Stripes:
             if first < last:
                 yield first, last, Extent(extent.path, extent.offset + first - at, last - first)
             at += extent.size
+
+
+PlaneKind = Literal["weights", "states"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,14 @@ class Items:
     def __len__(self) -> int:
         return sum(map(len, self.weights)) + len(self.states)
 
+    def each(self) -> Iterator[tuple[PlaneKind, int, Item]]:
+        """All, in their order: of what, of which unit or chunk, and the item."""
+        for unit, items in enumerate(self.weights):
+            for item in items:
+                yield "weights", unit, item
+        for chunk, item in enumerate(self.states):
+            yield "states", chunk, item
+
 
 def weight_cuts(plan: MemoryPlan, unit: int) -> list[int]:
     """Where the parts of a unit's weight plane begin and end: one for each chunk, and what is frozen."""
@@ -100,12 +112,21 @@ def weight_cuts(plan: MemoryPlan, unit: int) -> list[int]:
     return sorted({0, *ends, plan.inventory.units[unit].weight_bytes})
 
 
+def state_planes(plan: MemoryPlan, chunk: Chunk) -> list[tuple[str, int]]:
+    """The planes that lie side by side in a chunk's extent, and the bytes of each."""
+    return [(plane.name, chunk.elements * plane.itemsize) for plane in plan.placement.state_planes]
+
+
 @dataclass(slots=True)
 class PlaneExtents:
     """One generation: `weights[unit]` and `states[chunk.index]`; empty where that is not homed on nvme."""
 
     weights: list[Stripes]
     states: list[Stripes]
+
+    def of(self, kind: PlaneKind, owner: int) -> Stripes:
+        """Those of a unit's weights, or of a chunk's state."""
+        return (self.weights if kind == "weights" else self.states)[owner]
 
     @property
     def all(self) -> Iterator[Stripes]:
@@ -121,8 +142,6 @@ class StoreLayout:
         plan: MemoryPlan,
         weight_shares: Sequence[float] = (1.0,),
         state_shares: Sequence[float] = (1.0,),
-        *,
-        generations: int = 1,
     ) -> None:
         """
         Args:
@@ -134,7 +153,7 @@ class StoreLayout:
         self.generations: list[PlaneExtents] = []
         units, itemsize = plan.inventory.units, plan.inventory.weight_itemsize
         whole, trained = ([unit.weight_bytes for unit in units], [unit.elements * itemsize for unit in units])
-        for generation in range(generations):
+        for generation in range(plan.placement.generations):
             extents = PlaneExtents([], [])
             if plan.placement.param_home == "nvme":
                 cut = _Cutter(weight_shares, self.sizes)
@@ -165,6 +184,15 @@ class StoreLayout:
     def is_striped(self) -> bool:
         """Whether paths share planes or chunks, so that one of them can hold up another."""
         return any(len(stripes.extents) > 1 for extents in self.generations for stripes in extents.all)
+
+    def extent_counts(self, items: Items) -> list[int]:
+        """How many extents each item has."""
+        counts = [len(self.generations)] * len(items)
+        for extents in self.generations[1:]:
+            for unit, parts in enumerate(items.weights):
+                for item in parts:
+                    counts[item.index] -= item.end > extents.weights[unit].size
+        return counts
 
     def grow(self, unit: int) -> int:
         """Gives what is frozen of a unit its second extent, at the end of a file; the number of its path.
