@@ -195,16 +195,17 @@ def name_of(owner: Owner, planes: Sequence[tuple[str, int]], found: Mismatch) ->
     return f"{plane} of {what}unit {owner.unit} ({', '.join(names) or 'padding'})"
 
 
-def explain(found: Mismatch, what: str, path: str, offset: int) -> TransferError:
+def explain(found: Mismatch, what: str, path: str, offset: int, *, more: str = "") -> TransferError:
     """The error of a read that gave other bytes than were written.
 
     Args:
-        what: plane, and unit or chunk.
+        what: plane, unit or chunk, and parameters.
         offset: of the block in the file at ``path``.
+        more: what else there is to say.
     """
     size = found.end - found.begin
     return TransferError(
         errno.EBADMSG, "read", path, offset=offset, size=size, done=size,
         hint=f"{what}: crc32c {found.written:#010x} was written and {found.read:#010x} read; the drive, or another"
-        " process, has changed the file: nothing of it was used",
+        f" process, has changed the file: nothing of it was used{more}",
     )  # fmt: skip

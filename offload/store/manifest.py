@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,11 @@ class ParamEntry:
     aliases: tuple[str, ...] = ()
     """Other names that it has in the model."""
 
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return math.prod(self.shape) * ITEMSIZES[self.dtype]
+
 
 @dataclass(frozen=True, slots=True)
 class UnitEntry:
@@ -102,6 +108,14 @@ class Shapes:
             for unit in self.units
         )
         return Items(cuts, map(sum, self.plane_bytes))
+
+    def chunk(self, number: int) -> tuple[UnitEntry, int, int]:
+        """A chunk's unit, and where it begins and ends there, in elements."""
+        for unit in self.units:
+            if number < len(unit.chunk_ends):
+                return unit, (0, *unit.chunk_ends)[number], unit.chunk_ends[number]
+            number -= len(unit.chunk_ends)
+        raise AssertionError("there is no such chunk")
 
     def difference(self, other: Shapes) -> str:
         """What differs first, in words; empty where nothing does."""

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from ..bytesize import format_bytes
+from ..bytesize import MiB, format_bytes
 from ..errors import CheckpointError
 from ..inventory import PAGE_BYTES
 from .layout import Extent, PlaneExtents, Stripes
@@ -66,7 +66,7 @@ def read_small_file(path: Path, size_max: int) -> bytes:
     except OSError as error:
         what = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
         raise CheckpointError(f"cannot be read: {what}") from None
-    with open(fd, "rb") as file:
+    try:
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode):
             raise CheckpointError("it is not a regular file")
@@ -74,10 +74,19 @@ def read_small_file(path: Path, size_max: int) -> bytes:
             raise CheckpointError(
                 f"it has {format_bytes(about.st_size)}, and nothing of its kind has more than {format_bytes(size_max)}"
             )
-        try:
-            return file.read(size_max)
-        except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}") from None
+        return _read_all(fd, size_max)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}") from None
+    finally:
+        os.close(fd)
+
+
+def _read_all(fd: int, size_max: int) -> bytes:
+    pieces = []
+    while size_max > 0 and (piece := os.read(fd, min(size_max, MiB))):
+        pieces.append(piece)
+        size_max -= len(piece)
+    return b"".join(pieces)
 
 
 def decode(data: bytes) -> Manifest:

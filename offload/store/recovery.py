@@ -104,10 +104,9 @@ def check_file(path: Path, size: int) -> None:
 def _explain_lost(drives: Sequence[Drive], before: Manifest | None, item: Item) -> str:
     """Whether the commit before still has an item."""
     if before is None:
-        return ", and there is no commit before it"
-    what = f"commit {before.serial}, of step {before.step}, the one before"
+        return "; there is no commit before it"
     found = "has it intact" if _is_intact(drives, before, item) else "has not got it any more either"
-    return f"; {what}, {found}"
+    return f"; the commit before, number {before.serial} of step {before.step}, {found}"
 
 
 def _is_intact(drives: Sequence[Drive], manifest: Manifest, wanted: Item) -> bool:

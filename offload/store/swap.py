@@ -255,10 +255,11 @@ class SwapStore:
         extent = next(extent for _, _, extent in stripes.part(found.begin, found.end))
         unit = owner if isinstance(owner, int) else owner.unit
         items = self._items.weights[unit] if isinstance(owner, int) else [self._items.states[owner.index]]
-        what = name_of(self._owner(owner), planes, found)
+        what, more = name_of(self._owner(owner), planes, found), ""
         if found.is_whole:
-            what += self._explain_lost(_touched(items, found.begin, found.end)[0])
-        return explain(found, what, str(self._drives[extent.path].queue.path), extent.offset)
+            more = self._explain_lost(_touched(items, found.begin, found.end)[0])
+        path = str(self._drives[extent.path].queue.path)
+        return explain(found, what, path, extent.offset, more=more)
 
     def _owner(self, owner: int | Chunk) -> Owner:
         unit = self._plan.inventory.units[owner if isinstance(owner, int) else owner.unit]

@@ -400,7 +400,9 @@ def test_the_commit_before_is_offered_where_it_is_intact(roots):
     path, at, _ = extent_of(run, "states", 0, 0)
     flip(path, at)
     run.recover()
-    with pytest.raises(TransferError, match="commit 1, of step 0, the one before, has it intact"):
+    with pytest.raises(
+        TransferError, match="nothing of it was used; the commit before, number 1 of step 0, has it intact"
+    ):
         run.check()
     run.die()
     assert run.recover(previous=True).serial == 1
@@ -424,7 +426,9 @@ def test_the_commit_before_is_not_offered_once_it_is_written_over(roots):
     path, at, _ = extent_of(run, "states", 0, 0)
     flip(path, at)
     run.recover()
-    with pytest.raises(TransferError, match="the one before, has not got it any more either"):
+    with pytest.raises(
+        TransferError, match="the commit before, number 1 of step 0, has not got it any more either"
+    ):
         run.check()
     run.die()
     run.recover(previous=True)
