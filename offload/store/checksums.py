@@ -1,11 +1,11 @@
 """Checksums of what was written to the swap files, kept in memory, and reads that are held against them.
 
 Note [Blocks]
-The bytes of a plane or chunk are cut into blocks, each with its own CRC-32C: every 64 KiB, and where an extent, a
-chunk's part of the weights, or the residual plane ends. So whatever a step writes at once is whole blocks, and a
-block lies in one file. Where a single parameter's pages are written, the rest of their blocks is taken from the
-plane that they are written from. A sum is taken when its write begins, by the thread that asks for the write;
-it is checked by the thread that waits for the read, before anybody sees the bytes.
+The bytes of a plane or chunk are cut into blocks, each with its own CRC-32C: every 64 KiB (4 MiB where they are only
+for commits), and where an extent, a chunk's part of the weights, or the residual plane ends. So whatever a step
+writes at once is whole blocks, and a block lies in one file. Where a single parameter's pages are written, the rest
+of their blocks is taken from the plane that they are written from. A sum is taken when its write begins, by the
+thread that asks for the write; it is checked by the thread that waits for the read, before anybody sees the bytes.
 A commit keeps one sum for each item (`crc` joins those of its blocks). After a restart an item is held against that
 when it is first read; from then on its blocks are known again.
 """
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..bytesize import KiB
+from ..bytesize import KiB, MiB
 from ..errors import TransferError
 from ..links import Ticket
 from ..optim.checksum import crc32c
@@ -31,7 +31,9 @@ from .crc import join
 from .layout import StoreLayout, Stripes, state_planes, weight_cuts
 
 BLOCK_BYTES = 64 * KiB
-"""Four bytes of memory for so many on disk."""
+"""Thirteen bytes of memory for so many on disk."""
+COMMIT_BLOCK_BYTES = 4 * MiB
+"""Where no read is checked but the first one after a restart: then of all of an item."""
 
 
 class Mismatch(NamedTuple):
@@ -48,14 +50,14 @@ class Mismatch(NamedTuple):
 class Blocks:
     """The blocks of one plane or chunk, and the sums of those that were written. See Note [Blocks]."""
 
-    def __init__(self, stripes: Stripes, ends: Iterable[int] = ()) -> None:
+    def __init__(self, stripes: Stripes, ends: Iterable[int] = (), *, block_bytes: int = BLOCK_BYTES) -> None:
         """
         Args:
             ends: where writes begin and end, besides the ends of extents.
         """
-        extents = np.cumsum([extent.size for extent in stripes.extents]).tolist()
-        cuts = {0, *range(0, stripes.size, BLOCK_BYTES), *ends, *extents}
-        self._cuts = np.array(sorted(cuts), np.uint64)
+        given = [stripes.size, *ends, *_ends([stripes])]
+        regular = np.arange(0, stripes.size, block_bytes, dtype=np.uint64)
+        self._cuts = cuts = np.union1d(regular, np.array(given, np.uint64))
         self._sums = np.zeros(len(cuts) - 1, np.uint32)
         self._known = np.zeros(len(cuts) - 1, np.bool_)
         self._expected: dict[tuple[int, int], int] = {}
@@ -77,7 +79,7 @@ class Blocks:
         cuts = self._cuts[first : last + 1]
         if not self._known[first:last].all() or cuts[0] != begin or cuts[-1] != end:
             raise AssertionError(f"bytes {begin} to {end} were not written as a whole")
-        return join(self._sums[first:last], np.diff(cuts))
+        return join(self._sums[first:last].tolist(), np.diff(cuts).tolist())
 
     def record(self, buffer: torch.Tensor, begin: int, end: int) -> None:
         """Bytes [begin, end) are being written from ``buffer``, at whose front all blocks lie that they touch."""
@@ -108,7 +110,8 @@ class Blocks:
             if last_byte > end:
                 continue
             first, last = self._touched(begin, last_byte)
-            found = join(sums[first:last], np.diff(self._cuts[first : last + 1]))
+            sizes = np.diff(self._cuts[first : last + 1])
+            found = join(sums[first:last].tolist(), sizes.tolist())
             if found != total:
                 return Mismatch(begin, last_byte, total, found, is_whole=True)
             self._sums[first:last], self._known[first:last] = sums[first:last], True
@@ -123,16 +126,21 @@ class Blocks:
 class Checksums:
     """The blocks of everything that a store holds."""
 
-    def __init__(self, layout: StoreLayout, plan: MemoryPlan) -> None:
+    def __init__(self, layout: StoreLayout, plan: MemoryPlan, *, block_bytes: int = BLOCK_BYTES) -> None:
         first, *others = layout.generations
         self.weights = [
-            Blocks(stripes, [*weight_cuts(plan, unit), *_ends(other.weights[unit] for other in others)])
+            Blocks(
+                stripes,
+                [*weight_cuts(plan, unit), *_ends(other.weights[unit] for other in others)],
+                block_bytes=block_bytes,
+            )
             for unit, stripes in enumerate(first.weights)
         ]
         self.states = [
             Blocks(
                 stripes,
                 [state_planes(plan, chunk)[0][1], *_ends(other.states[chunk.index] for other in others)],
+                block_bytes=block_bytes,
             )
             for stripes, chunk in zip(first.states, plan.chunks if first.states else (), strict=True)
         ]

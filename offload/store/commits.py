@@ -17,6 +17,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..bytesize import KiB
@@ -26,7 +27,7 @@ from .directory import MANIFEST_NAMES, MEMBER_NAME
 from .drives import Drive
 from .durable import put_in_place, sync_directory, write_beside
 from .manifest import Manifest
-from .reader import load_json, read_manifest, read_small_file
+from .reader import load_json, read_manifest, read_serial, read_small_file
 
 logger = logging.getLogger("offload.store")
 
@@ -135,38 +136,57 @@ class Commits:
         self._is_announced = True
 
 
-def find_commits(directory: Path) -> tuple[list[Manifest], list[str]]:
-    """The commits that can be read in a swap directory, the newest first; and why others cannot.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The commits in a swap directory."""
+
+    newest: Manifest
+    problems: list[str]
+    """Why others that are newer cannot be read."""
+    _older: Path | None
+
+    def before(self) -> Manifest | None:
+        """The commit before the newest one; None where it cannot be read."""
+        if self._older is None:
+            return None
+        try:
+            manifest = read_manifest(self._older)
+        except (CheckpointError, FileNotFoundError):
+            return None
+        is_next = (manifest.run, manifest.serial + 1) == (self.newest.run, self.newest.serial)
+        return manifest if is_next else None
+
+
+def find_commits(directory: Path) -> Found:
+    """The commits that can be read in a swap directory.
 
     Raises:
         CheckpointError: there is none.
     """
-    found, problems = [], []
-    for name in MANIFEST_NAMES:
+    serials: dict[int, Path] = {}
+    problems = []
+    for index, name in enumerate(MANIFEST_NAMES):
         try:
-            manifest = read_manifest(directory / name)
+            serial = read_serial(directory / name)
+            if serial % 2 == index:
+                serials[serial] = directory / name
+            else:
+                problems.append(f"{directory / name}: commit {serial} has another name")
         except FileNotFoundError:
             continue
         except CheckpointError as error:
             problems.append(str(error))
-            continue
-        if MANIFEST_NAMES[manifest.serial % 2] == name:
-            found.append(manifest)
-        else:
-            problems.append(
-                f"{directory / name}: it says that it is commit {manifest.serial}, which has another name"
-            )
-    found.sort(key=lambda manifest: -manifest.serial)
-    if len(found) == 2 and (found[0].run != found[1].run or found[0].serial != found[1].serial + 1):
-        problems.append(f"{directory}: commit {found[1].serial} of another run, or of long ago, is left out")
-        del found[1]
-    if not found:
-        if os.path.lexists(directory / MEMBER_NAME):
-            problems.append(f"its manifest is in {_member(directory)[2]}")
-        raise CheckpointError(
-            f"{directory}: there is no commit; " + ("; ".join(problems) or "it has no manifest")
-        )
-    return found, problems
+    paths = [path for _, path in sorted(serials.items(), reverse=True)]
+    for index, path in enumerate(paths):
+        try:
+            return Found(read_manifest(path), problems, paths[1] if not index and len(paths) > 1 else None)
+        except (CheckpointError, FileNotFoundError) as error:
+            problems.append(str(error))
+    if os.path.lexists(directory / MEMBER_NAME):
+        problems.append(f"its manifest is in {_member(directory)[2]}")
+    raise CheckpointError(
+        f"{directory}: there is no commit; " + ("; ".join(problems) or "it has no manifest")
+    )
 
 
 def check_member(directory: Path, manifest: Manifest, path: int) -> None:

@@ -1,60 +1,53 @@
-"""The CRC-32C of a whole from those of its parts. Pure numpy."""
+"""The CRC-32C of a whole from those of its parts. Pure."""
 
 from __future__ import annotations
 
 import functools
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterable
 
 _POLYNOMIAL = 0x82F63B78  # reflected
-_POWERS_MAX = 48
+_Table = tuple[tuple[int, ...], ...]
 
 
-def join(sums: npt.NDArray[np.uint32], sizes: npt.NDArray[np.uint64]) -> int:
+def join(sums: Iterable[int], sizes: Iterable[int]) -> int:
     """The CRC-32C of parts that follow each other, each given by its own and its size in bytes.
 
-    A sum is moved over the bytes behind its part by a linear map for each bit of their number.
+    The sum so far is moved over the next part: a linear map for each bit of its size.
     """
-    behind = np.uint64(sizes.sum()) - np.cumsum(sizes, dtype=np.uint64)
-    moved = sums.astype(np.uint32)
-    for power in range(int(behind[0]).bit_length() if len(behind) else 0):
-        chosen = np.flatnonzero(behind >> np.uint64(power) & np.uint64(1))
-        moved[chosen] = _apply(_table(power), moved[chosen])
-    return int(np.bitwise_xor.reduce(moved)) if len(moved) else 0
+    total = 0
+    for part, size in zip(sums, sizes, strict=True):
+        for power in _powers(size) if total else ():
+            one, two, three, four = _table(power)
+            total = one[total & 0xFF] ^ two[total >> 8 & 0xFF] ^ three[total >> 16 & 0xFF] ^ four[total >> 24]
+        total ^= part
+    return total
 
 
-def _apply(table: npt.NDArray[np.uint32], sums: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    found: npt.NDArray[np.uint32] = table[0][sums & 0xFF]
-    for byte in (1, 2, 3):
-        found = found ^ table[byte][sums >> np.uint32(8 * byte) & np.uint32(0xFF)]
-    return found
+@functools.lru_cache(4096)
+def _powers(size: int) -> tuple[int, ...]:
+    return tuple(power for power in range(size.bit_length()) if size >> power & 1)
 
 
-@functools.lru_cache(_POWERS_MAX)
-def _table(power: int) -> npt.NDArray[np.uint32]:
+@functools.cache
+def _table(power: int) -> _Table:
     """The map over 2**power bytes, for each byte of a sum and each value of it."""
     images = _images(power)
-    table = np.zeros((4, 256), np.uint32)
-    for bit, image in enumerate(images):
-        byte, low = divmod(bit, 8)
-        table[byte, 1 << low : 2 << low] = table[byte, : 1 << low] ^ np.uint32(image)
-    return table
+    return tuple(tuple(_apply(images, value << shift) for value in range(256)) for shift in (0, 8, 16, 24))
 
 
-@functools.lru_cache(_POWERS_MAX)
+@functools.cache
 def _images(power: int) -> tuple[int, ...]:
     """Where the map over 2**power bytes takes each bit: the map over half of them, twice."""
     if power == 0:
         images: tuple[int, ...] = (_POLYNOMIAL, *(1 << bit for bit in range(31)))  # over one bit
         for _ in range(3):
-            images = tuple(_image(images, image) for image in images)
+            images = tuple(_apply(images, image) for image in images)
         return images
     half = _images(power - 1)
-    return tuple(_image(half, image) for image in half)
+    return tuple(_apply(half, image) for image in half)
 
 
-def _image(images: tuple[int, ...], value: int) -> int:
+def _apply(images: tuple[int, ...], value: int) -> int:
     found = 0
     for bit, image in enumerate(images):
         if value >> bit & 1:

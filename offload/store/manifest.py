@@ -1,7 +1,7 @@
 """What a commit says: everything that is needed to read a store without its model. Pure: no torch, no files.
 
 Note [Manifest]
-A manifest is two lines of JSON: what it is, with the size and the SHA-256 of the second, and that: the shapes and
+A manifest is two lines of JSON: what it is, with its number and the size and SHA-256 of the second; and the shapes and
 places of all parameters, chunks and planes, the files, two generations of extents, and of each item (in the order of
 `layout.Items`) the extent that is current, how many of its bytes were written, and their CRC-32C. It may come from a
 stranger: it is held against itself before anybody uses a number of it (`reader`), and nothing is allocated by what
@@ -24,6 +24,7 @@ from .layout import Items, PlaneExtents, Stripes, state_planes
 
 FORMAT, VERSION = "offload swap store", 1
 MANIFEST_BYTES_MAX = 32 * MiB
+HEAD_BYTES_MAX = 1024
 ITEMS_MAX = 1 << 18
 """Of weights and states together: what a manifest of that size holds."""
 
@@ -196,6 +197,7 @@ class Manifest:
         head = {
             "format": FORMAT,
             "version": VERSION,
+            "serial": self.serial,
             "bytes": len(text),
             "sha256": hashlib.sha256(text).hexdigest(),
         }
@@ -242,31 +244,47 @@ def shapes_of(plan: MemoryPlan, params: Mapping[str, ParamDetail], plane_dtypes:
     return Shapes(WEIGHT_DTYPES[plan.placement.precision], tuple(units), planes, sizes)
 
 
+def serial_of(data: bytes) -> int:
+    """The number that the first line of a manifest says.
+
+    Raises:
+        CheckpointError: it is no such line.
+    """
+    serial = _head_of(data)[0].get("serial")
+    if type(serial) is not int or serial < 1:
+        raise CheckpointError("its first line is damaged")
+    return serial
+
+
 def body_of(data: bytes) -> bytes:
-    """The second line of a manifest, when it is whole and of this version.
+    """The second line of a manifest, when it is whole.
 
     Raises:
         CheckpointError: it is not.
     """
-    head_line, _, rest = data.partition(b"\n")
-    try:
-        head = json.loads(head_line) if len(head_line) < 1024 else None
-        if not isinstance(head, dict) or head.get("format") != FORMAT:
-            raise ValueError
-    except (ValueError, RecursionError):
-        raise CheckpointError("it is no manifest of a swap store, or its first line is damaged") from None
-    if head.get("version") != VERSION:
-        raise CheckpointError(
-            f"it is of version {head.get('version')!r} and this program reads version {VERSION}"
-        )
+    head, rest = _head_of(data)
     size, text = head.get("bytes"), rest[:-1]
-    if size != len(text) or not rest.endswith(b"\n") or isinstance(size, bool):
+    if type(size) is not int or size != len(text) or not rest.endswith(b"\n"):
         raise CheckpointError(
-            f"it is cut short or damaged: {len(rest)} bytes where {size!r} and a newline belong"
+            f"it is cut short or damaged: {len(rest)} bytes where {ascii(size)[:40]} and a newline belong"
         )
     if hashlib.sha256(text).hexdigest() != head.get("sha256"):
         raise CheckpointError(f"it is damaged: the SHA-256 of its {len(text)} bytes is another one")
     return text
+
+
+def _head_of(data: bytes) -> tuple[dict[str, Any], bytes]:
+    line, _, rest = data.partition(b"\n")
+    try:
+        head = json.loads(line) if len(line) < HEAD_BYTES_MAX else None
+    except (ValueError, RecursionError):
+        head = None
+    if not isinstance(head, dict) or head.get("format") != FORMAT:
+        raise CheckpointError("it is no manifest of a swap store, or its first line is damaged")
+    if head.get("version") != VERSION:
+        version = ascii(head.get("version"))[:40]
+        raise CheckpointError(f"it is of version {version} and this program reads version {VERSION}")
+    return head, rest
 
 
 def _unit_list(unit: UnitEntry) -> list[Any]:
@@ -277,5 +295,9 @@ def _unit_list(unit: UnitEntry) -> list[Any]:
     return [unit.name, unit.weight_bytes, unit.chunk_ends, params]
 
 
-def _extent_lists(planes: Iterable[Stripes]) -> list[list[list[int]]]:
-    return [[[extent.path, extent.offset, extent.size] for extent in stripes.extents] for stripes in planes]
+def _extent_lists(planes: Iterable[Stripes]) -> list[list[int]]:
+    """Path, offset and size of each extent, flat: there are many."""
+    return [
+        [number for extent in stripes.extents for number in (extent.path, extent.offset, extent.size)]
+        for stripes in planes
+    ]

@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from ..inventory import PAGE_BYTES
 from .layout import Extent, PlaneExtents, Stripes
 from .manifest import (
+    HEAD_BYTES_MAX,
     ITEMS_MAX,
     ITEMSIZES,
     MANIFEST_BYTES_MAX,
@@ -28,6 +29,7 @@ from .manifest import (
     Shapes,
     UnitEntry,
     body_of,
+    serial_of,
 )
 
 T = TypeVar("T")
@@ -46,14 +48,21 @@ def read_manifest(path: Path) -> Manifest:
         FileNotFoundError: there is none.
     """
     try:
-        data = read_small_file(path, MANIFEST_BYTES_MAX)
-        return decode(data)
+        return decode(read_small_file(path, MANIFEST_BYTES_MAX))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def read_small_file(path: Path, size_max: int) -> bytes:
-    """The bytes of a regular file; no link is followed.
+def read_serial(path: Path) -> int:
+    """The number of the commit whose manifest is in a file, by its first line. Raises as :func:`read_manifest`."""
+    try:
+        return serial_of(read_small_file(path, MANIFEST_BYTES_MAX, HEAD_BYTES_MAX))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def read_small_file(path: Path, size_max: int, wanted: int | None = None) -> bytes:
+    """The bytes of a regular file, or the first of them; no link is followed.
 
     Raises:
         CheckpointError: it is something else, or too large.
@@ -74,7 +83,7 @@ def read_small_file(path: Path, size_max: int) -> bytes:
             raise CheckpointError(
                 f"it has {format_bytes(about.st_size)}, and nothing of its kind has more than {format_bytes(size_max)}"
             )
-        return _read_all(fd, size_max)
+        return _read_all(fd, size_max if wanted is None else wanted)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}") from None
     finally:
@@ -96,6 +105,8 @@ def decode(data: bytes) -> Manifest:
         CheckpointError: as :func:`read_manifest`, without the name of the file.
     """
     body = _Value("", load_json(body_of(data))).of_type(dict, "an object")
+    if body.get("serial") != serial_of(data):
+        _refuse("serial", "its two lines do not say the same")
     known = (
         "run", "serial", "step", "time", "files", "weight_dtype", "units", "planes", "plane_bytes", "weights",
         "states", "items", "training",
@@ -148,12 +159,16 @@ def _refuse(where: str, what: str) -> NoReturn:
 
 
 class _Value:
-    """A value of the JSON, and where it stands."""
+    """A value of the JSON; where it stands is put into words only where it is refused."""
 
-    __slots__ = ("value", "where")
+    __slots__ = ("_key", "_outer", "value")
 
-    def __init__(self, where: str, value: Any) -> None:
-        self.where, self.value = where, value
+    def __init__(self, key: str | int, value: Any, outer: _Value | None = None) -> None:
+        self._key, self.value, self._outer = key, value, outer
+
+    @property
+    def where(self) -> str:
+        return str(self._key) if self._outer is None else f"{self._outer.where}[{self._key}]"
 
     def of_type(self, kind: type[T], name: str) -> T:
         if type(self.value) is not kind:
@@ -186,12 +201,16 @@ class _Value:
         if len(values) > count_max or (count is not None and len(values) != count):
             wanted = f"at most {count_max}" if count is None else str(count)
             _refuse(self.where, f"{len(values)} entries where {wanted} belong")
-        return (_Value(f"{self.where}[{index}]", value) for index, value in enumerate(values))
+        return (_Value(index, value, self) for index, value in enumerate(values))
 
     def each(self, read: Callable[[_Value], T], count_max: int, count: int | None = None) -> tuple[T, ...]:
         return tuple(read(value) for value in self.elements(count_max, count))
 
     def wholes(self, most: int, count_max: int, count: int | None = None) -> tuple[int, ...]:
+        values = self.of_type(list, "a list")
+        fits = len(values) <= count_max if count is None else len(values) == count
+        if fits and {*map(type, values)} == {int} and min(values) >= 0 and max(values) <= most:
+            return tuple(values)  # the usual case, of which there are many
         return self.each(lambda value: value.whole(0, most), count_max, count)
 
 
@@ -327,15 +346,18 @@ def _stripes(value: _Value, sizes: Sequence[Sequence[int]], files: Sequence[File
     found = []
     count = len(sizes[0])
     for index, plane in enumerate(value.elements(ITEMS_MAX, count)):
-        stripes = Stripes(plane.each(lambda extent: _extent(extent, files), FILES_MAX + 1))
-        if stripes.size not in {each[index] for each in sizes}:
+        numbers = plane.wholes(BYTES_MAX, 3 * FILES_MAX + 3)
+        if len(numbers) % 3:
+            _refuse(plane.where, f"{len(numbers)} numbers are no extents")
+        triples = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+        stripes = Stripes(tuple(_extent(plane, files, *numbers) for numbers in triples))
+        if all(stripes.size != each[index] for each in sizes):
             _refuse(plane.where, f"{stripes.size} bytes of extents for {sizes[0][index]}")
         found.append(stripes)
     return found
 
 
-def _extent(value: _Value, files: Sequence[FileEntry]) -> Extent:
-    path, offset, size = value.wholes(BYTES_MAX, 3, 3)
+def _extent(value: _Value, files: Sequence[FileEntry], path: int, offset: int, size: int) -> Extent:
     if path >= len(files):
         _refuse(value.where, f"file {path} of {len(files)}")
     if size == 0 or offset % PAGE_BYTES or size % PAGE_BYTES or offset + size > files[path].size:

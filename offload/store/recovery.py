@@ -23,7 +23,7 @@ from ..ledger import Ledger
 from ..links import buffer_of
 from ..optim.checksum import crc32c
 from ..plan import MemoryPlan
-from .commits import check_member, find_commits
+from .commits import Found, check_member, find_commits
 from .directory import MANIFEST_NAMES, SwapDirectory
 from .drives import FILE_NAME, Drive
 from .durable import sync_directory
@@ -61,12 +61,12 @@ def recover(
     with ExitStack() as undo:
         first = SwapDirectory.take(directory)
         undo.callback(first.release)
-        commits, problems = find_commits(first.path)
-        for problem in problems:
+        found = find_commits(first.path)
+        for problem in found.problems:
             logger.warning("%s", problem)
-        if previous and len(commits) < 2:
-            raise CheckpointError(f"{first.path}: there is no commit before number {commits[0].serial}")
-        manifest = commits[1 if previous else 0]
+        manifest = found.before() if previous else found.newest
+        if manifest is None:
+            raise CheckpointError(f"{first.path}: there is no commit before number {found.newest.serial}")
         if difference := manifest.shapes.difference(shapes):
             raise CheckpointError(f"{first.path}: its commit is of another model or plan: {difference}")
         drives = []
@@ -81,10 +81,10 @@ def recover(
             undo.callback(drives[-1].queue.close)
         layout = StoreLayout.of(manifest.extents, [entry.size for entry in manifest.files])
         store = SwapStore(drives, layout, plan, ledger, verify=verify == "always")
-        before = None if previous or len(commits) < 2 else commits[1]
-        store.restore(manifest, proves=verify != "off", explain_lost=partial(_explain_lost, drives, before))
+        explain = None if previous else partial(_explain_lost, drives, found)
+        store.restore(manifest, proves=verify != "off", explain_lost=explain)
         if previous:
-            (first.path / MANIFEST_NAMES[commits[0].serial % 2]).unlink()
+            (first.path / MANIFEST_NAMES[found.newest.serial % 2]).unlink()
             sync_directory(first.path)
         undo.pop_all()
     logger.info("%s: going on from commit %d, of step %d", first.path, manifest.serial, manifest.step)
@@ -101,8 +101,9 @@ def check_file(path: Path, size: int) -> None:
         raise CheckpointError(f"{path}: it is no file of the {size} bytes that a commit says")
 
 
-def _explain_lost(drives: Sequence[Drive], before: Manifest | None, item: Item) -> str:
+def _explain_lost(drives: Sequence[Drive], commits: Found, item: Item) -> str:
     """Whether the commit before still has an item."""
+    before = commits.before()
     if before is None:
         return "; there is no commit before it"
     found = "has it intact" if _is_intact(drives, before, item) else "has not got it any more either"

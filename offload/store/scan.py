@@ -17,7 +17,7 @@ from ..errors import TransferError
 from ..links import Ticket, buffer_of, wait_for_end
 from ..optim.checksum import crc32c
 from ..slab import map_slab
-from .checksums import BLOCK_BYTES, Mismatch, Owner, explain, name_of
+from .checksums import COMMIT_BLOCK_BYTES, Mismatch, Owner, explain, name_of
 from .commits import check_member, find_commits
 from .crc import join
 from .drives import FILE_NAME
@@ -65,7 +65,7 @@ class _Reader:
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self._directory = directory
-        self.manifest = find_commits(directory)[0][0]
+        self.manifest = find_commits(directory).newest
         self._queues = []
         for path, entry in enumerate(self.manifest.files):
             folder = Path(entry.directory) if path else directory
@@ -78,7 +78,7 @@ class _Reader:
 
     def renew(self) -> bool:
         """Takes the newest commit; whether it is another one than before."""
-        before, self.manifest = self.manifest, find_commits(self._directory)[0][0]
+        before, self.manifest = self.manifest, find_commits(self._directory).newest
         return before.serial != self.manifest.serial
 
     def check(self, kind: PlaneKind, owner: int, item: Item) -> Scanned:
@@ -114,11 +114,12 @@ class _Reader:
                     flying.append(self._start(number + 1, *pieces[number + 1]))
                 flying[0].wait()
                 flying.popleft()
-                cuts = np.array([*range(0, size, BLOCK_BYTES), size], np.uint64)
-                sums.append(join(crc32c(self._buffers[number % 2][:size], cuts), np.diff(cuts)))
+                cuts = np.array([*range(0, size, COMMIT_BLOCK_BYTES), size], np.uint64)
+                found = crc32c(self._buffers[number % 2][:size], cuts)
+                sums.append(join(found.tolist(), np.diff(cuts).tolist()))
         finally:
             wait_for_end(flying)
-        return join(np.array(sums, np.uint32), np.array([size for _, _, size in pieces], np.uint64))
+        return join(sums, (size for _, _, size in pieces))
 
     def _start(self, number: int, path: int, offset: int, size: int) -> Ticket:
         return self._queues[path].read(buffer_of(self._buffers[number % 2][:size]), offset, priority=PREFETCH)

@@ -20,7 +20,17 @@ from ..ledger import Ledger
 from ..links import AHEAD, AllTickets, DoneTicket, Ticket
 from ..placement import SwapPaths
 from ..plan import Chunk, MemoryPlan
-from .checksums import Blocks, CheckedTicket, Checksums, Mismatch, Owner, explain, name_of
+from .checksums import (
+    BLOCK_BYTES,
+    COMMIT_BLOCK_BYTES,
+    Blocks,
+    CheckedTicket,
+    Checksums,
+    Mismatch,
+    Owner,
+    explain,
+    name_of,
+)
 from .commits import Commits
 from .drives import Drive, fit_shares, open_drives, shares_of
 from .generations import Generations
@@ -57,7 +67,10 @@ class SwapStore:
         self._generations = Generations(layout.extent_counts(self._items))
         self._written = [0] * len(self._items)  # bytes of each, from its begin
         self._commits = Commits(drives, uuid.uuid4().hex) if len(layout.generations) == 2 else None
-        self._sums = Checksums(layout, plan) if verify or self._commits is not None else None
+        self._sums: Checksums | None = None
+        if verify or self._commits is not None:
+            block_bytes = BLOCK_BYTES if verify else COMMIT_BLOCK_BYTES
+            self._sums = Checksums(layout, plan, block_bytes=block_bytes)
         self._explain_lost: Callable[[Item], str] = lambda item: ""
         self._imbalance_told = False
         self.path = drives[0].directory.path

@@ -1,6 +1,6 @@
-"""What the tests of commits share: a small store with its mirror in memory, and a disk that loses power."""
+"""The tests of commits share a small store with its mirror in memory, a disk that loses power, and the models of steps."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "step")]

@@ -36,7 +36,14 @@ def manifest_of(plan=None, shares=(1.0,), **more):
 def signed(body):
     """The file of a body that is what its first line says."""
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = {"format": FORMAT, "version": 1, "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    serial = body.get("serial", 1) if isinstance(body, dict) else 3
+    head = {
+        "format": FORMAT,
+        "version": 1,
+        "serial": serial,
+        "bytes": len(text),
+        "sha256": hashlib.sha256(text).hexdigest(),
+    }
     return json.dumps(head).encode() + b"\n" + text + b"\n"
 
 
@@ -185,7 +192,7 @@ def changed_at(value, *at):
     return signed(body)
 
 
-FIRST = BODY["weights"][0][0][0]
+FIRST = BODY["weights"][0][0]
 PARAM = BODY["units"][0][3][0]
 
 
@@ -202,6 +209,9 @@ PARAM = BODY["units"][0][3][0]
         (signed([1]), "the manifest: an object belongs here, not list"),
         (changed(more=1), "more: no manifest has it"),
         (signed({key: value for key, value in BODY.items() if key != "items"}), "items: it is missing"),
+        (changed_at([0, 4096], "weights", 0, 0), "2 numbers are no extents"),
+        (signed(json.dumps({**BODY, "serial": 5}).encode()), "its two lines do not say the same"),
+        (changed(serial=0), "its first line is damaged"),
         (changed(step=-1), "step: -1 is not from 0"),
         (changed(step=True), "step: a whole number belongs here, not True"),
         (changed(step=1.0), "step: a whole number belongs here, not 1.0"),
@@ -219,10 +229,10 @@ PARAM = BODY["units"][0][3][0]
         (changed(planes=BODY["planes"] * 9), "27 entries where at most 16 belong"),
         (changed(planes=[["residual", "object"]]), "'object' is not known"),
         (changed(weight_dtype="float32"), "do not hold"),
-        (changed_at(1, "weights", 0, 0, 0, 0), "file 1 of 1"),
-        (changed_at(FIRST[1] + 512, "weights", 0, 0, 0, 1), "no pages of a file"),
-        (changed_at((1 << 56) - PAGE, "weights", 0, 0, 0, 1), "no pages of a file"),
-        (changed_at(FIRST[2] + PAGE, "weights", 0, 0, 0, 2), "bytes of extents for"),
+        (changed_at(1, "weights", 0, 0, 0), "file 1 of 1"),
+        (changed_at(FIRST[1] + 512, "weights", 0, 0, 1), "no pages of a file"),
+        (changed_at((1 << 56) - PAGE, "weights", 0, 0, 1), "no pages of a file"),
+        (changed_at(FIRST[2] + PAGE, "weights", 0, 0, 2), "bytes of extents for"),
         (changed_at(BODY["weights"][0][0], "weights", 1, 0), "bytes of extents for|two overlap"),
         (changed_at(BODY["states"][0][0], "states", 0, 1), "two overlap"),
         (changed_at([], "weights", 0, 0), "0 bytes of extents"),

@@ -28,7 +28,7 @@ def run(tmp_path):
 def test_a_scan_reads_what_counts_and_finds_nothing(run, monkeypatch):
     monkeypatch.setattr("offload.store.scan.PIECE_BYTES", 8192)
     found = list(scan(run.path))
-    manifest = find_commits(run.path)[0][0]
+    manifest = find_commits(run.path).newest
     assert sum(item.size for item in found) == committed_bytes(manifest) > 100_000
     assert not any(item.damage for item in found) and {item.manifest.serial for item in found} == {1}
     run.check()
@@ -36,7 +36,7 @@ def test_a_scan_reads_what_counts_and_finds_nothing(run, monkeypatch):
 
 def test_every_byte_of_a_commit_is_looked_at_and_no_other(run):
     run.die()
-    manifest = find_commits(run.path)[0][0]
+    manifest = find_commits(run.path).newest
     committed = [[False] * file.size for file in manifest.files]
     for kind, owner, item in manifest.shapes.items().each():
         if entry := manifest.items[item.index]:
