@@ -142,8 +142,11 @@ class SwapDirectory:
         """
         if os.getpid() != self._owner_pid:
             return
-        if self._lock_fd >= 0 and not is_committed(self.path):
-            self.remove()
+        if self._lock_fd >= 0:
+            if is_committed(self.path):
+                logger.info("%s holds what was committed last, and stays", self.path)
+            else:
+                self.remove()
         shutil.rmtree(self._hidden, ignore_errors=True)
         self._unlock()
 

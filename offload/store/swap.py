@@ -385,6 +385,13 @@ class SwapStore:
         for drive in self._drives:
             drive.close()
 
+    def discard(self) -> None:
+        """As :meth:`close`, and removes what was committed too."""
+        for drive in self._drives:
+            drive.queue.close()
+            drive.directory.remove()
+            drive.close()
+
 
 def _touched(items: Sequence[Item], begin: int, end: int) -> Sequence[Item]:
     """Items that have bytes in [begin, end)."""

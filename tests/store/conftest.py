@@ -1,4 +1,4 @@
-"""The tests of commits share a small store with its mirror in memory, a disk that loses power, and the models of steps."""
+"""Tests of commits share a small store with its mirror in memory, a disk that loses power, and the models of steps."""
 
 import sys
 from pathlib import Path

@@ -160,7 +160,4 @@ class Mirrored:
 
     def remove(self):
         """The end, as the user would do it."""
-        for drive in self.store._drives:
-            drive.queue.close()
-            drive.directory.remove()
-            drive.directory.close()
+        self.store.discard()
