@@ -60,11 +60,11 @@ struct Fp32Master {
   }
 };
 
-// One Adam step on the whole vectors of [begin, end); returns where the rest begins. Same order of operations
-// as torch's single-tensor Adam and AdamW (lerp, addcmul, addcdiv); where torch rounds a product
-// before it is added we use one fused multiply-add, and the division by sqrt(1 - beta2^step) is
-// a multiplication, so results differ from torch's in the last bits only. The coefficients come by value:
-// behind a reference the compiler would load them again after every store to a float plane.
+// One Adam step on the whole vectors of [begin, end); returns where the rest begins. Every operation rounds
+// where torch's fused Adam rounds in its vectors, so on fp32 with grad_scale 1 the bits are torch's. (Its
+// tail of less than a vector rounds once more; torch's unfused Adam takes MKL's square root, which is not
+// rounded correctly.) The coefficients come by value: behind a reference the compiler would load them again
+// after every store to a float plane.
 template <class Vec, class Master, class Grad>
 size_t adam_vectors(const AdamCoefficients c, Master master, float* __restrict exp_avg,
                     float* __restrict exp_avg_sq, const Grad* __restrict grad, size_t begin, size_t end) {
@@ -82,7 +82,7 @@ size_t adam_vectors(const AdamCoefficients c, Master master, float* __restrict e
     const Vec m = Vec::fma(Vec::set(c.lerp_weight), g - m_old, c.lerp_from_grad ? g : m_old);
     const Vec v_kept = Vec::load(exp_avg_sq + i) * Vec::set(c.beta2);
     const Vec v = Vec::fma(Vec::set(c.one_minus_beta2) * g, g, v_kept);
-    const Vec denom = Vec::fma(Vec::sqrt(v), Vec::set(c.bias2_sqrt_inverse), Vec::set(c.eps));
+    const Vec denom = Vec::sqrt(v) / Vec::set(c.bias2_sqrt) + Vec::set(c.eps);
     m.store(exp_avg + i);
     v.store(exp_avg_sq + i);
     master.store(i, p - Vec::set(c.step_size) * m / denom);

@@ -68,6 +68,9 @@ struct VecAvx2 {
     return {_mm256_castps_si256(low), _mm256_castps_si256(high)};
   }
 
+  friend VecAvx2 operator+(VecAvx2 a, VecAvx2 b) {
+    return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};
+  }
   friend VecAvx2 operator-(VecAvx2 a, VecAvx2 b) {
     return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)};
   }

@@ -40,6 +40,7 @@ struct VecScalar {
   // The bit pattern, with every NaN replaced by the canonical one.
   Bits canonical_bits() const { return {x != x ? kCanonicalNan : __builtin_bit_cast(uint32_t, x)}; }
 
+  friend VecScalar operator+(VecScalar a, VecScalar b) { return {a.x + b.x}; }
   friend VecScalar operator-(VecScalar a, VecScalar b) { return {a.x - b.x}; }
   friend VecScalar operator*(VecScalar a, VecScalar b) { return {a.x * b.x}; }
   friend VecScalar operator/(VecScalar a, VecScalar b) { return {a.x / b.x}; }

@@ -309,6 +309,7 @@ def test_a_store_that_cannot_open_leaves_nothing(swap_path, setting, monkeypatch
         SwapStore.open(one(swap_path), plan_of(), settings, Ledger())
 
 
+@pytest.mark.usefixtures("every_drive")
 def test_the_file_has_its_space_from_the_start(swap_path):
     plan = plan_of(sizes=(1 << 20,))
     store = SwapStore.open(one(swap_path), plan, Aio(), Ledger())
@@ -336,6 +337,7 @@ def assert_tiled(extents, path, size):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.usefixtures("every_drive")
 def test_planes_come_back_as_written(swap_path, precision):
     """Weights and states, written in one order and read in another; the ledger counts."""
     plan, ledger = plan_of(precision), Ledger()
@@ -369,6 +371,7 @@ def test_planes_come_back_as_written(swap_path, precision):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.usefixtures("every_drive")
 def test_moments_never_written_are_zeros_and_cost_nothing(swap_path, precision):
     plan, ledger = plan_of(precision), Ledger()
     store = SwapStore.open(one(swap_path), plan, Aio(), ledger)
