@@ -1,4 +1,4 @@
-"""The swap store: per run and rank one locked directory with one preallocated file of planes, and what was committed."""
+"""The swap store: per run, rank and path one locked directory with one preallocated file of planes; its commits."""
 
 from .directory import SwapDirectory
 from .layout import Extent, StoreLayout

@@ -12,6 +12,7 @@ until a commit has succeeded. What had failed before, a write or its way to stab
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -45,7 +46,7 @@ class Commits:
         self._drives = drives
         self.run, self.serial = run, serial
         self._writing: deque[Ticket] = deque()
-        self._failure: BaseException | None = None
+        self._failure = ""
         self._is_in_doubt = False
         self._is_announced = False
 
@@ -61,7 +62,7 @@ class Commits:
         try:
             ticket = write()
         except BaseException as error:  # it may have been begun
-            self._failure = self._failure or error
+            self._failure = self._failure or str(error) or type(error).__name__
             raise
         self._writing.append(ticket)
         return ticket
@@ -69,12 +70,17 @@ class Commits:
     def _refuse_in_doubt(self) -> None:
         if self._is_in_doubt:
             raise StoreError(
-                5, f"commit {self.serial + 1} failed in its last moment, so nothing may be written; commit again,"
-                " or restart from the last commit", str(self._manifest_path(self.serial + 1))
-            )  # fmt: skip
+                errno.EIO,
+                f"commit {self.serial + 1} failed in its last moment, so nothing may be written; commit again, or"
+                " restart from the last commit",
+                str(self._manifest_path(self.serial + 1)),
+            )
 
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self, manifest: Manifest, on_durable: Callable[[], None]) -> None:
         """Returns when the manifest, and all that it names, are on stable storage.
+
+        Args:
+            on_durable: called before anything may be written again.
 
         Raises:
             TransferError: a write had failed, or failed to reach stable storage: no later commit can succeed.
@@ -93,33 +99,36 @@ class Commits:
             raise StoreError(
                 error.errno, f"commit {manifest.serial} failed: {error.strerror}", str(path)
             ) from error
-        self._is_in_doubt = False
+        on_durable()
         self.serial += 1
+        self._is_in_doubt = False  # last: whatever comes in between, nothing that counts is written over
 
     def _manifest_path(self, serial: int) -> Path:
         return self._drives[0].directory.path / MANIFEST_NAMES[serial % 2]
 
     def _end_write(self) -> None:
         try:
-            self._writing.popleft().wait()
+            self._writing[0].wait()
         except TransferError as error:
-            self._failure = self._failure or error
+            self._failure = self._failure or str(error)
+        self._writing.popleft()
 
     def _sync_data(self) -> None:
         while self._writing:
             self._end_write()
-        if self._failure is None:
+        if not self._failure:
             try:
                 for ticket in [drive.queue.sync() for drive in self._drives]:
                     ticket.wait()
             except TransferError as error:
-                self._failure = error
+                self._failure = str(error)
                 raise
-        if self._failure is not None:
+        if self._failure:
             raise StoreError(
-                5, f"nothing can be committed since a transfer failed ({self._failure}); restart from the last commit",
+                errno.EIO,
+                f"nothing can be committed since a transfer failed ({self._failure}); restart from the last commit",
                 str(self._drives[0].directory.path),
-            )  # fmt: skip
+            )
 
     def _announce(self) -> None:
         """Makes the names of files and directories durable, and says on every path where the manifest is."""

@@ -250,9 +250,11 @@ def _remove_if_unlocked(path: Path) -> None:
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if is_committed(path):
+            is_part = not any(os.path.lexists(path / name) for name in MANIFEST_NAMES)
             logger.warning(
-                "%s holds the last commit of a run that has ended, %s: go on from it, or remove it with `rm -r %s`",
+                "%s holds %s of a run that has ended, %s: go on from it, or remove it with `rm -r %s`",
                 path,
+                "its part of a commit" if is_part else "the last commit",
                 format_bytes(sum(file.stat().st_blocks * 512 for file in path.iterdir())),
                 shlex.quote(str(path)),
             )

@@ -10,6 +10,7 @@ it says. Optimizer state of which nothing is written is zeros.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -204,9 +205,10 @@ class Manifest:
         encoded = json.dumps(head).encode() + b"\n" + text + b"\n"
         if len(encoded) > MANIFEST_BYTES_MAX:
             raise StoreError(
-                27, f"a commit of {len(self.items)} items and {format_bytes(len(text))} is more than a manifest holds"
-                f" ({format_bytes(MANIFEST_BYTES_MAX)}); give zero_optimization.sub_group_size a larger value"
-            )  # fmt: skip
+                errno.EFBIG,
+                f"a commit of {len(self.items)} items takes {format_bytes(len(text))}, and a manifest holds"
+                f" {format_bytes(MANIFEST_BYTES_MAX)}; give zero_optimization.sub_group_size a larger value",
+            )
         return encoded
 
 

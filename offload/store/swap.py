@@ -314,9 +314,9 @@ class SwapStore:
                 extents=(first, second),
                 items=tuple(self._entries()),
                 training=training,
-            )
+            ),
+            self._generations.commit,
         )
-        self._generations.commit()
 
     def _entries(self) -> Iterator[ItemEntry | None]:
         for kind, owner, item in self._items.each():

@@ -2,10 +2,13 @@
 
 import errno
 import functools
+import itertools
 import logging
 import os
 import random
 import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from offload.config.schema import Aio
 from offload.errors import CheckpointError, StoreError, TransferError
 from offload.ledger import Ledger
 from offload.optim.checksum import crc32c
-from offload.store import StoreLayout, SwapDirectory
+from offload.store import StoreLayout, SwapDirectory, checksums
 from offload.store.commits import find_commits
 from offload.store.crc import join
 from offload.store.recovery import recover
@@ -76,6 +79,47 @@ def test_training_goes_on_from_every_commit(roots, precision, drives, verify, no
         run.train(2)
     run.remove()
     assert not any(any(root.iterdir()) for root in roots)
+
+
+@pytest.mark.usefixtures("every_drive")
+def test_commits_on_every_backend_and_under_faults_that_must_not_show(roots):
+    run = Mirrored(roots)
+    run.fill()
+    for _ in range(2):
+        run.train(2)
+        run.commit()
+        run.check()
+    run.train(1)
+    run.settle()
+    run.die()
+    run.recover()
+    run.check()
+    run.remove()
+
+
+@pytest.mark.parametrize("verify", ["off", "resume", "always"])
+def test_opening_reads_no_plane_and_every_item_is_proven_once(roots, verify, monkeypatch):
+    """So it takes as long as its manifest, whatever the size of the store."""
+    run = Mirrored(roots)
+    run.fill()
+    run.train(1)
+    run.commit()
+    run.die()
+    run.recover(verify=verify)
+    assert not any(drive.queue.stats().read.requests for drive in run.store._drives)
+    checked = []
+    take = checksums.crc32c
+    monkeypatch.setattr(
+        checksums, "crc32c", lambda data, cuts: checked.append(len(cuts) - 1) or take(data, cuts)
+    )
+    run.check()
+    once = len(checked)
+    run.check()
+    assert (once, len(checked) - once) == {
+        "off": (0, 0), "resume": (len(run.plan.inventory.units) + len(run.plan.chunks), 0), "always": (once, once),
+    }[verify]  # fmt: skip
+    assert verify == "off" or once
+    run.remove()
 
 
 def test_what_has_not_changed_is_not_written_again(roots):
@@ -183,11 +227,12 @@ def test_a_commit_outlives_its_run_and_the_next_start(roots, caplog):
     run.commit()
     run.store.close()
     directories = [next(root.iterdir()) for root in roots]
-    for root, path in zip(roots, directories, strict=True):
+    kept = ("the last commit", "its part of a commit")
+    for root, path, what in zip(roots, directories, kept, strict=True):
         with caplog.at_level(logging.WARNING):
             SwapDirectory(root).close()
         assert re.search(
-            rf"{path} holds the last commit of a run that has ended, [\d.]+ [KM]iB: go on from it, or remove it with"
+            rf"{path} holds {what} of a run that has ended, [\d.]+ [KM]iB: go on from it, or remove it with"
             rf" `rm -r {path}`", caplog.text
         )  # fmt: skip
     run.recover()
@@ -561,6 +606,62 @@ def test_every_call_of_a_commit_that_fails(tmp_path, monkeypatch, again):
         run.remove()
         fail_at += 1
     assert set(outcomes) == ({"stopped", "mended", "in doubt"} if again else {"stopped"})
+
+
+class Interrupter:
+    """Ctrl-C before one line of the modules that commit."""
+
+    FILES = ("commits.py", "durable.py", "swap.py")
+
+    def __init__(self, line):
+        self.line = line
+
+    def __call__(self, frame, event, _argument):
+        path = Path(frame.f_code.co_filename)
+        if path.parent.name != "store" or path.name not in self.FILES or "entr" in frame.f_code.co_name:
+            return None
+        if event == "line":
+            self.line -= 1
+            if self.line == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_ctrl_c_between_any_two_lines_of_a_commit(tmp_path, goes_on):
+    """Whatever is done after it, and if the process dies then: the last commit is whole."""
+    for line in itertools.count(1):
+        root = tmp_path / str(line)
+        root.mkdir()
+        run = Mirrored([root], seed=line, trained=(5000,), frozen=(0,))
+        run.fill()
+        run.commit()
+        run.train(1)
+        interrupter = Interrupter(line)
+        sys.settrace(interrupter)
+        try:
+            run.commit()
+        except KeyboardInterrupt:
+            sys.settrace(None)
+        else:
+            break
+        finally:
+            sys.settrace(None)
+        try:
+            run.train(1)
+        except StoreError as error:
+            assert "commit again" in str(error)
+            run.weights, run.states = ([plane.clone() for plane in planes] for planes in run.commits[2][2:])
+        if goes_on:
+            run.commit()
+        run.settle()
+        serials = {run.store.serial} if goes_on else {1, 2}
+        run.die()
+        assert run.recover().serial in serials
+        run.check()
+        run.remove()
+    assert interrupter.line > 0 and line > 40
+    run.remove()
 
 
 def test_a_write_that_failed_is_never_committed(roots, monkeypatch):

@@ -314,7 +314,7 @@ def test_another_drive_is_not_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_swap_directories_of_the_living_and_the_dead(tmp_path: Path) -> None:
     assert (swap_facts.PREFIX, swap_facts.OWNER_FILE) == (directory.PREFIX, directory.OWNER_FILE)
-    assert swap_facts.COMMIT_NAMES == (*directory.MANIFEST_NAMES, directory.MEMBER_NAME)
+    assert (*directory.MANIFEST_NAMES, directory.MEMBER_NAME) == swap_facts.COMMIT_NAMES
     path = tmp_path / "swap"
     path.mkdir()
     dead = path / "offload-1-2-rank0"
