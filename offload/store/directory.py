@@ -67,7 +67,7 @@ class SwapDirectory:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             self._lock_fd = os.open(hidden / OWNER_FILE, flags, 0o600)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._write_owner(rank)
+            self.sign(rank)
             hidden.rename(self.path)
         except OSError as error:
             self.close()
@@ -76,8 +76,8 @@ class SwapDirectory:
             ) from error
 
     @classmethod
-    def take(cls, path: str | os.PathLike[str], *, rank: int = 0) -> SwapDirectory:
-        """The directory of a run that has ended, which becomes ours as it is.
+    def take(cls, path: str | os.PathLike[str]) -> SwapDirectory:
+        """The directory of a run that has ended, locked and not changed: :meth:`sign` makes it ours.
 
         Raises:
             StoreError: it is none, or its owner lives.
@@ -94,8 +94,6 @@ class SwapDirectory:
             finally:
                 os.close(folder)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._lock_fd, 0)
-            self._write_owner(rank)
         except OSError as error:
             what = f"it cannot be taken over: {error.strerror}"
             if isinstance(error, BlockingIOError):
@@ -108,7 +106,8 @@ class SwapDirectory:
         lifetime.register(self)
         return self
 
-    def _write_owner(self, rank: int) -> None:
+    def sign(self, rank: int = 0) -> None:
+        """Says in it who owns it."""
         owner = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -116,7 +115,8 @@ class SwapDirectory:
             "started": time.strftime("%Y-%m-%d %H:%M:%S"),
             "command": sys.argv[:1],
         }
-        os.write(self._lock_fd, (json.dumps(owner) + "\n").encode())
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, (json.dumps(owner) + "\n").encode(), 0)
 
     def free_bytes(self) -> int | None:
         """Free space of the file system; None where it has no size to tell (ramfs, network)."""

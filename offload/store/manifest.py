@@ -125,8 +125,10 @@ class Shapes:
             return f"weights are {self.weight_dtype} there and {other.weight_dtype} here"
         theirs, ours = ([param for unit in each.units for param in unit.params] for each in (self, other))
         for there, here in zip(theirs, ours, strict=False):
-            if there != here:
+            if _describe(there) != _describe(here):
                 return f"{_describe(there)} there, {_describe(here)} here"
+            if there != here:
+                return f"{here.name} lies in another place or order, or has other names, there"
         if len(theirs) != len(ours):
             return f"{len(theirs)} parameters there and {len(ours)} here"
         if self.planes != other.planes:

@@ -86,6 +86,8 @@ def recover(
         if previous:
             (first.path / MANIFEST_NAMES[found.newest.serial % 2]).unlink()
             sync_directory(first.path)
+        for drive in drives:
+            drive.directory.sign()
         undo.pop_all()
     logger.info("%s: going on from commit %d, of step %d", first.path, manifest.serial, manifest.step)
     return store, manifest
