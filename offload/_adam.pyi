@@ -6,8 +6,9 @@ import numpy.typing as npt
 _Array = npt.NDArray[Any]
 
 SQUARE_BLOCK: Final[int]
+STATE_BLOCK: Final[int]
 
-_Segment = tuple[int, int, int, float, float, float, float, float]
+_Segment = tuple[int, int, int, float, float, float, float, float, int]
 
 def isas() -> list[str]: ...
 def adam(
@@ -15,11 +16,33 @@ def adam(
     residual: _Array | None,
     exp_avg: _Array,
     exp_avg_sq: _Array,
+    scale: _Array | None,
     grad: _Array,
     segments: Sequence[_Segment],
     *,
     adamw_mode: bool,
     grad_scale: float,
+    seed: int,
+    threads: int,
+    isa: str,
+) -> None: ...
+def encode_moments(
+    exp_avg: _Array,
+    exp_avg_sq: _Array,
+    to_exp_avg: _Array,
+    to_exp_avg_sq: _Array,
+    to_scale: _Array | None,
+    *,
+    threads: int,
+    isa: str,
+) -> None: ...
+def decode_moments(
+    from_exp_avg: _Array,
+    from_exp_avg_sq: _Array,
+    from_scale: _Array | None,
+    exp_avg: _Array,
+    exp_avg_sq: _Array,
+    *,
     threads: int,
     isa: str,
 ) -> None: ...

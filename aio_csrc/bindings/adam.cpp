@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -66,64 +65,154 @@ class Array {
 };
 
 // The kernels read ahead of what they write, so no two arrays of a call may share memory.
-void refuse_overlap(std::initializer_list<const Array*> arrays) {
-  for (const auto* a = arrays.begin(); a != arrays.end(); ++a) {
-    for (const auto* b = a + 1; b != arrays.end(); ++b) {
-      if (*a != nullptr && *b != nullptr && (*a)->overlaps(**b)) {
+void refuse_overlap(const std::vector<const Array*>& arrays) {
+  for (auto a = arrays.begin(); a != arrays.end(); ++a) {
+    for (auto b = a + 1; b != arrays.end(); ++b) {
+      if ((*a)->overlaps(**b)) {
         throw std::invalid_argument((*a)->name() + " and " + (*b)->name() + " share memory");
       }
     }
   }
 }
 
-using Segment = std::tuple<int64_t, int64_t, int64_t, double, double, double, double, double>;
-
-void run_adam(const py::buffer& weight_buffer, const std::optional<py::buffer>& residual_buffer,
-              const py::buffer& exp_avg_buffer, const py::buffer& exp_avg_sq_buffer,
-              const py::buffer& grad_buffer, const std::vector<Segment>& segment_tuples, bool adamw_mode,
-              double grad_scale, unsigned threads, std::string_view isa) {
-  const optim::KernelTable& kernels = optim::kernels_for(isa);
-  const Array weight(weight_buffer, "weight", true);
-  const Array exp_avg(exp_avg_buffer, "exp_avg", true);
-  const Array exp_avg_sq(exp_avg_sq_buffer, "exp_avg_sq", true);
-  const Array grad(grad_buffer, "grad", false);
-  const size_t count = weight.count();
-  optim::AdamPlanes planes{.weight = nullptr,
-                           .residual = nullptr,
-                           .exp_avg = exp_avg.elements<float>(count),
-                           .exp_avg_sq = exp_avg_sq.elements<float>(count),
-                           .grad = nullptr};
-  optim::AdamFormat format = optim::AdamFormat::kFp32WeightFp32Grad;
-  std::optional<Array> residual;
-  if (residual_buffer) {
-    residual.emplace(*residual_buffer, "residual", true);
-    planes.weight = weight.elements<optim::Bf16>(count);
-    planes.residual = residual->elements<int16_t>(count);
-    const bool bf16_grad = grad.itemsize() == sizeof(optim::Bf16);
-    format = bf16_grad ? optim::AdamFormat::kBf16WeightBf16Grad : optim::AdamFormat::kBf16WeightFp32Grad;
-    if (bf16_grad) {
-      planes.grad = grad.elements<optim::Bf16>(count);
-    } else {
-      planes.grad = grad.elements<float>(count);
+// The planes of the moments, whose element sizes tell the format.
+class StatePlanes {
+ public:
+  StatePlanes(const py::buffer& exp_avg, const py::buffer& exp_avg_sq, const std::optional<py::buffer>& scale,
+              size_t count, bool writable)
+      : exp_avg_(exp_avg, "exp_avg", writable), exp_avg_sq_(exp_avg_sq, "exp_avg_sq", writable) {
+    if (scale) scale_.emplace(*scale, "scale", writable);
+    if (exp_avg_.itemsize() == sizeof(int8_t)) {
+      if (!scale_) throw std::invalid_argument("int8 moments need scale");
+      format_ = optim::StateFormat::kInt8;
+      planes_.exp_avg = exp_avg_.elements<int8_t>(count);
+      planes_.exp_avg_sq = exp_avg_sq_.elements<uint8_t>(count);
+      const size_t blocks = count / optim::kStateBlock + (count % optim::kStateBlock != 0);
+      planes_.scale = scale_->elements<float>(2 * blocks);
+      return;
     }
-  } else {
-    planes.weight = weight.elements<float>(count);
-    planes.grad = grad.elements<float>(count);
+    if (scale_) throw std::invalid_argument("only int8 moments have a scale");
+    if (exp_avg_.itemsize() == sizeof(optim::Bf16)) {
+      format_ = optim::StateFormat::kBf16;
+      planes_.exp_avg = exp_avg_.elements<optim::Bf16>(count);
+      planes_.exp_avg_sq = exp_avg_sq_.elements<optim::Bf16>(count);
+    } else {
+      planes_.exp_avg = exp_avg_.elements<float>(count);
+      planes_.exp_avg_sq = exp_avg_sq_.elements<float>(count);
+    }
   }
-  refuse_overlap({&weight, residual ? &*residual : nullptr, &exp_avg, &exp_avg_sq, &grad});
+  [[nodiscard]] optim::StateFormat format() const { return format_; }
+  [[nodiscard]] const optim::MomentPlanes& planes() const { return planes_; }
+  [[nodiscard]] std::vector<const Array*> arrays() const {
+    std::vector<const Array*> all{&exp_avg_, &exp_avg_sq_};
+    if (scale_) all.push_back(&*scale_);
+    return all;
+  }
+
+ private:
+  Array exp_avg_;
+  Array exp_avg_sq_;
+  std::optional<Array> scale_;
+  optim::StateFormat format_ = optim::StateFormat::kFp32;
+  optim::MomentPlanes planes_{};
+};
+
+using Segment = std::tuple<int64_t, int64_t, int64_t, double, double, double, double, double, uint64_t>;
+
+std::vector<optim::AdamSegment> to_segments(const std::vector<Segment>& tuples) {
   std::vector<optim::AdamSegment> segments;
-  segments.reserve(segment_tuples.size());
-  for (const auto& [begin, end, step, lr, beta1, beta2, eps, weight_decay] : segment_tuples) {
+  segments.reserve(tuples.size());
+  for (const auto& [begin, end, step, lr, beta1, beta2, eps, weight_decay, element] : tuples) {
     if (begin < 0 || end < 0) {
       throw std::invalid_argument("segment " + std::to_string(segments.size()) +
                                   ": begin and end must not be negative");
     }
-    segments.push_back(
-        {static_cast<size_t>(begin), static_cast<size_t>(end), step, lr, beta1, beta2, eps, weight_decay});
+    segments.push_back({static_cast<size_t>(begin), static_cast<size_t>(end), step, lr, beta1, beta2, eps,
+                        weight_decay, element});
   }
-  const optim::AdamOptions options{.decoupled = adamw_mode, .grad_scale = grad_scale, .threads = threads};
+  return segments;
+}
+
+void run_adam(const py::buffer& weight_buffer, const std::optional<py::buffer>& residual_buffer,
+              const py::buffer& exp_avg_buffer, const py::buffer& exp_avg_sq_buffer,
+              const std::optional<py::buffer>& scale_buffer, const py::buffer& grad_buffer,
+              const std::vector<Segment>& segment_tuples, bool adamw_mode, double grad_scale, uint64_t seed,
+              unsigned threads, std::string_view isa) {
+  const optim::KernelTable& kernels = optim::kernels_for(isa);
+  const Array weight(weight_buffer, "weight", true);
+  const size_t count = weight.count();
+  const StatePlanes state(exp_avg_buffer, exp_avg_sq_buffer, scale_buffer, count, true);
+  const Array grad(grad_buffer, "grad", false);
+  const bool int8 = state.format() == optim::StateFormat::kInt8;
+  optim::AdamPlanes planes{
+      .weight = nullptr, .residual = nullptr, .moments = state.planes(), .grad = nullptr};
+  optim::AdamFormats formats{state.format(), optim::AdamFormat::kFp32WeightFp32Grad};
+  std::vector<const Array*> arrays = state.arrays();
+  arrays.insert(arrays.begin(), &weight);
+  arrays.push_back(&grad);
+  std::optional<Array> residual;
+  if (residual_buffer) {
+    residual.emplace(*residual_buffer, "residual", true);
+    arrays.push_back(&*residual);
+    planes.weight = weight.elements<optim::Bf16>(count);
+    if (int8) {
+      planes.residual = residual->elements<int8_t>(count);
+    } else {
+      planes.residual = residual->elements<int16_t>(count);
+    }
+    formats.others = optim::AdamFormat::kBf16WeightFp32Grad;
+    if (grad.itemsize() == sizeof(optim::Bf16)) formats.others = optim::AdamFormat::kBf16WeightBf16Grad;
+  } else {
+    if (int8) throw std::invalid_argument("int8 moments need bf16 weights and their residual");
+    planes.weight = weight.elements<float>(count);
+  }
+  if (formats.others == optim::AdamFormat::kBf16WeightBf16Grad) {
+    planes.grad = grad.elements<optim::Bf16>(count);
+  } else {
+    planes.grad = grad.elements<float>(count);
+  }
+  refuse_overlap(arrays);
+  const std::vector<optim::AdamSegment> segments = to_segments(segment_tuples);
+  const optim::AdamOptions options{
+      .decoupled = adamw_mode, .grad_scale = grad_scale, .seed = seed, .threads = threads};
   const py::gil_scoped_release nogil;
-  optim::adam_update(kernels, format, planes, count, segments, options);
+  optim::adam_update(kernels, formats, planes, count, segments, options);
+}
+
+void run_encode_moments(const py::buffer& exp_avg_buffer, const py::buffer& exp_avg_sq_buffer,
+                        const py::buffer& to_exp_avg, const py::buffer& to_exp_avg_sq,
+                        const std::optional<py::buffer>& to_scale, unsigned threads, std::string_view isa) {
+  const optim::KernelTable& kernels = optim::kernels_for(isa);
+  const Array exp_avg(exp_avg_buffer, "exp_avg", false);
+  const Array exp_avg_sq(exp_avg_sq_buffer, "exp_avg_sq", false);
+  const size_t count = exp_avg.count();
+  const StatePlanes state(to_exp_avg, to_exp_avg_sq, to_scale, count, true);
+  if (state.format() == optim::StateFormat::kFp32) throw std::invalid_argument("fp32 moments need no coding");
+  std::vector<const Array*> arrays = state.arrays();
+  arrays.insert(arrays.end(), {&exp_avg, &exp_avg_sq});
+  refuse_overlap(arrays);
+  const auto* m = exp_avg.elements<float>(count);
+  const auto* v = exp_avg_sq.elements<float>(count);
+  const py::gil_scoped_release nogil;
+  optim::encode_moments(kernels, state.format(), m, v, state.planes(), count, threads);
+}
+
+void run_decode_moments(const py::buffer& from_exp_avg, const py::buffer& from_exp_avg_sq,
+                        const std::optional<py::buffer>& from_scale, const py::buffer& exp_avg_buffer,
+                        const py::buffer& exp_avg_sq_buffer, unsigned threads, std::string_view isa) {
+  const optim::KernelTable& kernels = optim::kernels_for(isa);
+  const Array exp_avg(exp_avg_buffer, "exp_avg", true);
+  const Array exp_avg_sq(exp_avg_sq_buffer, "exp_avg_sq", true);
+  const size_t count = exp_avg.count();
+  const StatePlanes state(from_exp_avg, from_exp_avg_sq, from_scale, count, false);
+  if (state.format() == optim::StateFormat::kFp32) throw std::invalid_argument("fp32 moments need no coding");
+  std::vector<const Array*> arrays = state.arrays();
+  arrays.insert(arrays.end(), {&exp_avg, &exp_avg_sq});
+  refuse_overlap(arrays);
+  auto* m = exp_avg.elements<float>(count);
+  auto* v = exp_avg_sq.elements<float>(count);
+  const py::gil_scoped_release nogil;
+  optim::decode_moments(kernels, state.format(), state.planes(), m, v, count, threads);
 }
 
 void run_block_square_sums(const py::buffer& values_buffer, const py::buffer& sums_buffer, unsigned threads,
@@ -144,6 +233,16 @@ void run_block_square_sums(const py::buffer& values_buffer, const py::buffer& su
   }
 }
 
+// Calls run with the residual as a pointer to its own type, int8_t or int16_t.
+template <class Run>
+void with_residual(const Array& residual, size_t count, const Run& run) {
+  if (residual.itemsize() == sizeof(int8_t)) {
+    run(residual.elements<int8_t>(count));
+  } else {
+    run(residual.elements<int16_t>(count));
+  }
+}
+
 void run_split_master(const py::buffer& master_buffer, const py::buffer& weight_buffer,
                       const py::buffer& residual_buffer, unsigned threads, std::string_view isa) {
   const optim::KernelTable& kernels = optim::kernels_for(isa);
@@ -154,9 +253,10 @@ void run_split_master(const py::buffer& master_buffer, const py::buffer& weight_
   const size_t count = master.count();
   const auto* from = master.elements<float>(count);
   auto* to_weight = weight.elements<optim::Bf16>(count);
-  auto* to_residual = residual.elements<int16_t>(count);
-  const py::gil_scoped_release nogil;
-  optim::split_master(kernels, from, to_weight, to_residual, count, threads);
+  with_residual(residual, count, [&](auto* to_residual) {
+    const py::gil_scoped_release nogil;
+    optim::split_master(kernels, from, to_weight, to_residual, count, threads);
+  });
 }
 
 void run_join_master(const py::buffer& weight_buffer, const py::buffer& residual_buffer,
@@ -168,10 +268,11 @@ void run_join_master(const py::buffer& weight_buffer, const py::buffer& residual
   refuse_overlap({&weight, &residual, &master});
   const size_t count = weight.count();
   const auto* from_weight = weight.elements<optim::Bf16>(count);
-  const auto* from_residual = residual.elements<int16_t>(count);
   auto* to = master.elements<float>(count);
-  const py::gil_scoped_release nogil;
-  optim::join_master(kernels, from_weight, from_residual, to, count, threads);
+  with_residual(residual, count, [&](const auto* from_residual) {
+    const py::gil_scoped_release nogil;
+    optim::join_master(kernels, from_weight, from_residual, to, count, threads);
+  });
 }
 
 void run_assign_weight(const py::buffer& weight_buffer, const py::buffer& residual_buffer,
@@ -183,10 +284,11 @@ void run_assign_weight(const py::buffer& weight_buffer, const py::buffer& residu
   refuse_overlap({&weight, &residual, &fresh});
   const size_t count = weight.count();
   auto* to_weight = weight.elements<optim::Bf16>(count);
-  auto* to_residual = residual.elements<int16_t>(count);
   const auto* from = fresh.elements<optim::Bf16>(count);
-  const py::gil_scoped_release nogil;
-  optim::assign_weight(kernels, to_weight, to_residual, from, count, threads);
+  with_residual(residual, count, [&](auto* to_residual) {
+    const py::gil_scoped_release nogil;
+    optim::assign_weight(kernels, to_weight, to_residual, from, count, threads);
+  });
 }
 
 void run_crc32c(const py::buffer& data_buffer, const py::buffer& cuts_buffer, const py::buffer& sums_buffer,
@@ -210,9 +312,16 @@ PYBIND11_MODULE(_adam, m) {
   m.doc() = "CPU optimizer kernels over flat arrays. Use offload.optim.kernels.";
   m.attr("SQUARE_BLOCK") = optim::kSquareBlock;
   m.def("isas", &optim::supported_isas);
+  m.attr("STATE_BLOCK") = optim::kStateBlock;
   m.def("adam", &run_adam, py::arg("weight"), py::arg("residual"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
-        py::arg("grad"), py::arg("segments"), py::kw_only(), py::arg("adamw_mode"), py::arg("grad_scale"),
+        py::arg("scale"), py::arg("grad"), py::arg("segments"), py::kw_only(), py::arg("adamw_mode"),
+        py::arg("grad_scale"), py::arg("seed"), py::arg("threads"), py::arg("isa"));
+  m.def("encode_moments", &run_encode_moments, py::arg("exp_avg"), py::arg("exp_avg_sq"),
+        py::arg("to_exp_avg"), py::arg("to_exp_avg_sq"), py::arg("to_scale"), py::kw_only(),
         py::arg("threads"), py::arg("isa"));
+  m.def("decode_moments", &run_decode_moments, py::arg("from_exp_avg"), py::arg("from_exp_avg_sq"),
+        py::arg("from_scale"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::kw_only(), py::arg("threads"),
+        py::arg("isa"));
   m.def("block_square_sums", &run_block_square_sums, py::arg("values"), py::arg("sums"), py::kw_only(),
         py::arg("threads"), py::arg("isa"));
   m.def("split_master", &run_split_master, py::arg("master"), py::arg("weight"), py::arg("residual"),

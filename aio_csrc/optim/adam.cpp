@@ -15,6 +15,7 @@ struct Work {
   size_t begin;
   size_t end;
   size_t segment;
+  NoiseKeys noise;
 };
 
 [[noreturn]] void refuse(size_t index, const std::string& what) {
@@ -44,6 +45,46 @@ void check_segments(std::span<const AdamSegment> segments, size_t count) {
   }
 }
 
+void check_blocks(std::span<const AdamSegment> segments) {
+  size_t free_from = 0;  // the first block that no segment before holds a part of
+  for (size_t i = 0; i < segments.size(); ++i) {
+    const AdamSegment& s = segments[i];
+    if (s.begin == s.end) continue;
+    if (s.begin % kStateBlock != 0 || s.begin < free_from) {
+      refuse(i, "begin " + std::to_string(s.begin) + " must be a multiple of " + std::to_string(kStateBlock) +
+                    ", in a block after the segment before: int8 moments share scales");
+    }
+    free_from = (s.end + kStateBlock - 1) / kStateBlock * kStateBlock;
+  }
+}
+
+// The finaliser of splitmix64 (Steele, Lea, Flood 2014).
+uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+  return x ^ (x >> 31);
+}
+
+// Keys for elements from `index` of the planes on, up to a multiple of 2^32 of their numbers in the model.
+NoiseKeys make_noise_keys(uint64_t seed, int64_t step, uint64_t element, size_t index) {
+  const uint64_t of_step = mix(mix(seed + 0x9E3779B97F4A7C15) + static_cast<uint64_t>(step));
+  const uint64_t keys = mix(of_step + (element >> 32));
+  return {.before = static_cast<uint32_t>(keys),
+          .between = static_cast<uint32_t>(keys >> 32),
+          .first = static_cast<uint32_t>(element - index)};
+}
+
+// Where the work that begins here must end: at a multiple of kBlockElements, so that any cut into segments
+// makes the same work, and where the noise needs new keys. A block of the state format is not cut for that:
+// all its elements use the keys of its first.
+size_t work_end(size_t begin, uint64_t element, StateFormat format) {
+  const size_t end = (begin / kBlockElements + 1) * kBlockElements;
+  const uint64_t same_keys = (uint64_t{1} << 32) - (element & 0xFFFFFFFF);
+  if (same_keys >= end - begin) return end;
+  const size_t unit = format == StateFormat::kInt8 ? kStateBlock : 1;
+  return begin + (static_cast<size_t>(same_keys) + unit - 1) / unit * unit;
+}
+
 // The one place where hyper-parameters lose their double precision; offload/optim/coefficients.py repeats it
 // for other devices.
 AdamCoefficients make_coefficients(const AdamSegment& s, bool decoupled, double grad_scale) {
@@ -68,9 +109,10 @@ AdamCoefficients make_coefficients(const AdamSegment& s, bool decoupled, double 
 
 }  // namespace
 
-void adam_update(const KernelTable& kernels, AdamFormat format, const AdamPlanes& planes, size_t count,
+void adam_update(const KernelTable& kernels, AdamFormats formats, const AdamPlanes& planes, size_t count,
                  std::span<const AdamSegment> segments, const AdamOptions& options) {
   check_segments(segments, count);
+  if (formats.state == StateFormat::kInt8) check_blocks(segments);
   std::vector<AdamCoefficients> coefficients;
   std::vector<Work> work;
   coefficients.reserve(segments.size());
@@ -79,16 +121,18 @@ void adam_update(const KernelTable& kernels, AdamFormat format, const AdamPlanes
     const AdamSegment& s = segments[i];
     coefficients.push_back(make_coefficients(s, options.decoupled, options.grad_scale));
     for (size_t begin = s.begin; begin < s.end;) {
-      const size_t end = std::min((begin / kBlockElements + 1) * kBlockElements, s.end);
-      work.push_back({begin, end, i});
+      const uint64_t element = s.element + (begin - s.begin);
+      const size_t end = std::min(work_end(begin, element, formats.state), s.end);
+      work.push_back({begin, end, i, make_noise_keys(options.seed, s.step, element, begin)});
       begin = end;
     }
   }
-  const KernelTable::Adam adam = kernels.adam[static_cast<size_t>(format)];
+  const KernelTable::Adam adam =
+      kernels.adam[static_cast<size_t>(formats.state)][static_cast<size_t>(formats.others)];
   ThreadPool::shared().run(work.size(), options.threads, [&](size_t index) {
     const IeeeDefaults ieee_defaults;
     const Work& part = work[index];
-    adam(coefficients[part.segment], planes, part.begin, part.end);
+    adam(coefficients[part.segment], part.noise, planes, part.begin, part.end);
   });
 }
 

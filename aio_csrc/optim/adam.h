@@ -21,18 +21,25 @@ struct AdamSegment {
   double beta2;
   double eps;
   double weight_decay;
+  uint64_t element = 0;  // number of element `begin` within the whole model: what its noise depends on
+};
+
+struct AdamFormats {
+  StateFormat state;
+  AdamFormat others;
 };
 
 struct AdamOptions {
   bool decoupled;     // AdamW; else weight_decay is added to the gradient
   double grad_scale;  // multiplies every gradient first: 1 / loss scale x clip coefficient
+  uint64_t seed;      // of stochastic rounding
   unsigned threads;
 };
 
 // Updates the elements of all segments in place and touches no other. Segments ascend and do not overlap;
-// throws std::invalid_argument, before anything is written, where one is out of order, out of [0, count) or
-// has a hyper-parameter out of range.
-void adam_update(const KernelTable& kernels, AdamFormat format, const AdamPlanes& planes, size_t count,
+// throws std::invalid_argument, before anything is written, where one is out of order, out of [0, count), has
+// a hyper-parameter out of range or cuts a block of the state format that another one also holds.
+void adam_update(const KernelTable& kernels, AdamFormats formats, const AdamPlanes& planes, size_t count,
                  std::span<const AdamSegment> segments, const AdamOptions& options);
 
 }  // namespace offload::optim

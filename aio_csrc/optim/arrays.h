@@ -28,25 +28,52 @@ void block_square_sums(const KernelTable& kernels, const Element* values, size_t
 }
 static_assert(kBlockElements % kSquareBlock == 0, "a partial sum must not span two tasks");
 
-inline void split_master(const KernelTable& kernels, const float* master, Bf16* weight, int16_t* residual,
-                         size_t count, unsigned threads) {
+// The conversions of `kernels` for the type of the residual.
+inline const MasterKernels<int16_t>& master_kernels(const KernelTable& kernels, const int16_t*) {
+  return kernels.master16;
+}
+inline const MasterKernels<int8_t>& master_kernels(const KernelTable& kernels, const int8_t*) {
+  return kernels.master8;
+}
+
+template <class Residual>
+void split_master(const KernelTable& kernels, const float* master, Bf16* weight, Residual* residual,
+                  size_t count, unsigned threads) {
   for_each_block(count, kBlockElements, threads, [&](size_t begin, size_t end) {
-    kernels.split_master(master + begin, weight + begin, residual + begin, end - begin);
+    master_kernels(kernels, residual).split(master + begin, weight + begin, residual + begin, end - begin);
   });
 }
 
-inline void join_master(const KernelTable& kernels, const Bf16* weight, const int16_t* residual,
-                        float* master, size_t count, unsigned threads) {
+template <class Residual>
+void join_master(const KernelTable& kernels, const Bf16* weight, const Residual* residual, float* master,
+                 size_t count, unsigned threads) {
   for_each_block(count, kBlockElements, threads, [&](size_t begin, size_t end) {
-    kernels.join_master(weight + begin, residual + begin, master + begin, end - begin);
+    master_kernels(kernels, residual).join(weight + begin, residual + begin, master + begin, end - begin);
   });
 }
 
-inline void assign_weight(const KernelTable& kernels, Bf16* weight, int16_t* residual, const Bf16* fresh,
-                          size_t count, unsigned threads) {
+template <class Residual>
+void assign_weight(const KernelTable& kernels, Bf16* weight, Residual* residual, const Bf16* fresh,
+                   size_t count, unsigned threads) {
   for_each_block(count, kBlockElements, threads, [&](size_t begin, size_t end) {
-    kernels.assign_weight(weight + begin, residual + begin, fresh + begin, end - begin);
+    master_kernels(kernels, residual).assign(weight + begin, residual + begin, fresh + begin, end - begin);
   });
 }
+
+inline void encode_moments(const KernelTable& kernels, StateFormat format, const float* exp_avg,
+                           const float* exp_avg_sq, const MomentPlanes& planes, size_t count,
+                           unsigned threads) {
+  for_each_block(count, kBlockElements, threads, [&](size_t begin, size_t end) {
+    kernels.encode_moments[static_cast<size_t>(format)](exp_avg, exp_avg_sq, planes, begin, end);
+  });
+}
+
+inline void decode_moments(const KernelTable& kernels, StateFormat format, const MomentPlanes& planes,
+                           float* exp_avg, float* exp_avg_sq, size_t count, unsigned threads) {
+  for_each_block(count, kBlockElements, threads, [&](size_t begin, size_t end) {
+    kernels.decode_moments[static_cast<size_t>(format)](planes, exp_avg, exp_avg_sq, begin, end);
+  });
+}
+static_assert(kBlockElements % kStateBlock == 0, "a block of moments must not span two tasks");
 
 }  // namespace offload::optim

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -14,6 +14,13 @@ from . import kernels
 from .kernels import Segment
 
 WeightFormat = Literal["bf16", "fp32"]
+StateFormat = Literal["fp32", "bf16", "int8"]
+
+_MOMENT_TYPES = {
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "int8": (torch.int8, torch.uint8),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +69,62 @@ class ShardOptimizer(ABC):
 
 
 class AdamPlanes(ShardOptimizer):
-    """The planes of Adam and AdamW with fp32 moments, wherever they are updated.
+    """The planes of Adam and AdamW, wherever they are updated.
 
-    With ``weight_format="bf16"`` the fp32 master is stored as the weight and a 16-bit residual: 10 bytes of
-    state per parameter, and the model computes with the weight plane itself. With ``"fp32"`` the weight is
-    the master: 8 bytes.
+    With ``weight_format="bf16"`` the model computes with the weight plane itself, and a residual plane holds what is
+    left of the fp32 master; with ``"fp32"`` the weight is the master. ``state_format`` says how the moments are
+    stored, and how many bytes of state a parameter has:
+
+    =============  ====  ====  ====
+    weight format  fp32  bf16  int8
+    =============  ====  ====  ====
+    bf16           10    6     3.06
+    fp32           8     4     -
+    =============  ====  ====  ====
+
+    - ``"fp32"``: exactly.
+    - ``"bf16"``: rounded stochastically, because rounded to nearest a moment that changes by less than half a unit
+      per step would stand still (Zamirai et al. 2020, "Revisiting BFloat16 Training"; torchao's low-bit optimizers
+      round the weight like this).
+    - ``"int8"``: 8-bit codes with scales per block of 128 elements (blocks: Dettmers et al. 2022, "8-bit Optimizers
+      via Block-wise Quantization"). The codes are companded as in ITU-T G.711, and of exp_avg_sq the root is coded,
+      as in FlashOptim: relative precision over a wide range without the table of bitsandbytes. The residual is
+      8 bits, in parts of the weight's last place (FlashOptim), rounded stochastically. See
+      ``aio_csrc/optim/moments.h``.
     """
 
-    def __init__(self, *, weight_format: WeightFormat = "bf16", adamw_mode: bool = True) -> None:
+    state_formats: ClassVar[tuple[StateFormat, ...]] = ("fp32",)
+
+    def __init__(
+        self,
+        *,
+        weight_format: WeightFormat = "bf16",
+        state_format: StateFormat = "fp32",
+        adamw_mode: bool = True,
+    ) -> None:
         if weight_format not in ("bf16", "fp32"):
             raise ConfigError(f"weight_format must be 'bf16' or 'fp32', got {weight_format!r}")
+        if state_format not in self.state_formats:
+            known = " or ".join(repr(known) for known in self.state_formats)
+            raise ConfigError(f"state_format of {type(self).__name__} must be {known}, got {state_format!r}")
+        if state_format == "int8" and weight_format == "fp32":
+            raise ConfigError("state_format 'int8' needs weight_format 'bf16'; fp32 weights take 'bf16'")
         self.weight_dtype = torch.bfloat16 if weight_format == "bf16" else torch.float32
+        self.state_format: StateFormat = state_format
         self.adamw_mode = adamw_mode
 
     def state_specs(self, numel: int) -> tuple[PlaneSpec, ...]:
-        moments = tuple(PlaneSpec(name, torch.float32, numel) for name in ("exp_avg", "exp_avg_sq"))
-        if self.weight_dtype == torch.float32:
-            return moments
-        return (PlaneSpec("residual", torch.int16, numel), *moments)
+        names = ("exp_avg", "exp_avg_sq")
+        moments = zip(names, _MOMENT_TYPES[self.state_format], strict=True)
+        specs = [PlaneSpec(name, dtype, numel) for name, dtype in moments]
+        if self.weight_dtype == torch.bfloat16:
+            specs.insert(0, PlaneSpec("residual", self._residual_dtype(), numel))
+        if self.state_format == "int8":
+            specs.append(PlaneSpec("scale", torch.float32, 2 * -(-numel // kernels.STATE_BLOCK)))
+        return tuple(specs)
+
+    def _residual_dtype(self) -> torch.dtype:
+        return torch.int8 if self.state_format == "int8" else torch.int16
 
     def init_state(self, planes: Mapping[str, torch.Tensor], master: torch.Tensor | None = None) -> None:
         for spec in self.state_specs(planes["weight"].numel()):
@@ -97,13 +142,22 @@ class AdamPlanes(ShardOptimizer):
 
 
 class Adam(AdamPlanes):
-    """Adam and AdamW on the CPU: one fused pass of the C++ kernel."""
+    """Adam and AdamW on the CPU: one fused pass of the C++ kernel. ``seed`` is that of stochastic rounding."""
+
+    state_formats = ("fp32", "bf16", "int8")
 
     def __init__(
-        self, *, weight_format: WeightFormat = "bf16", adamw_mode: bool = True, threads: int | None = None
+        self,
+        *,
+        weight_format: WeightFormat = "bf16",
+        state_format: StateFormat = "fp32",
+        adamw_mode: bool = True,
+        threads: int | None = None,
+        seed: int = 0,
     ) -> None:
-        super().__init__(weight_format=weight_format, adamw_mode=adamw_mode)
+        super().__init__(weight_format=weight_format, state_format=state_format, adamw_mode=adamw_mode)
         self.threads = threads
+        self.seed = seed
 
     def _split_master(self, master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
         kernels.split_master(master, weight, residual, threads=self.threads)
@@ -122,7 +176,9 @@ class Adam(AdamPlanes):
             planes["exp_avg_sq"],
             grad,
             segments,
+            scale=planes["scale"] if self.state_format == "int8" else None,
             adamw_mode=self.adamw_mode,
             grad_scale=grad_scale,
+            seed=self.seed,
             threads=self.threads,
         )

@@ -33,6 +33,7 @@ except ImportError as error:
 
 __all__ = [
     "SQUARE_BLOCK",
+    "STATE_BLOCK",
     "Array",
     "Segment",
     "SquareSum",
@@ -40,7 +41,9 @@ __all__ = [
     "adam_segments",
     "assign_weight",
     "block_square_sums",
+    "decode_moments",
     "default_threads",
+    "encode_moments",
     "isas",
     "join_master",
     "split_master",
@@ -54,16 +57,38 @@ Array: TypeAlias = torch.Tensor | npt.NDArray[Any]
 SQUARE_BLOCK: Final = _adam.SQUARE_BLOCK
 """Elements per partial sum of :func:`block_square_sums`."""
 
+STATE_BLOCK: Final = _adam.STATE_BLOCK
+"""Elements that share their scales where the moments are int8."""
+
 THREADS_MAX: Final = 1024
 
 # What an element type is called in torch and in numpy, and the numpy type that crosses the boundary.
-_TORCH_TYPES: Final = {"bf16": torch.bfloat16, "int16": torch.int16, "fp32": torch.float32}
-_NUMPY_TYPES: Final = {"bf16": np.dtype(np.uint16), "int16": np.dtype(np.int16), "fp32": np.dtype(np.float32)}
+_TORCH_TYPES: Final = {
+    "bf16": torch.bfloat16,
+    "int16": torch.int16,
+    "fp32": torch.float32,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+_NUMPY_TYPES: Final = {
+    "bf16": np.dtype(np.uint16),
+    "int16": np.dtype(np.int16),
+    "fp32": np.dtype(np.float32),
+    "int8": np.dtype(np.int8),
+    "uint8": np.dtype(np.uint8),
+}
+
+_EXP_AVG_SQ_TYPE: Final = {"fp32": "fp32", "bf16": "bf16", "int8": "uint8"}  # beside exp_avg of a type
+_SEEDS: Final = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements ``[begin, end)`` of a chunk and the hyper-parameters they share. ``step`` counts from 1."""
+    """Elements ``[begin, end)`` of a chunk and the hyper-parameters they share. ``step`` counts from 1.
+
+    ``element`` is the number of element ``begin`` within the whole model: with the seed and the step it decides how
+    moments are rounded. Elements of one model must not share their numbers.
+    """
 
     begin: int
     end: int
@@ -73,6 +98,7 @@ class Segment:
     beta2: float
     eps: float
     weight_decay: float
+    element: int = 0
 
 
 class SquareSum(NamedTuple):
@@ -115,6 +141,7 @@ def adam(
     exp_avg_sq: Array,
     grad: Array,
     *,
+    scale: Array | None = None,
     step: int,
     lr: float,
     beta1: float,
@@ -136,6 +163,7 @@ def adam(
         exp_avg_sq,
         grad,
         [segment],
+        scale=scale,
         adamw_mode=adamw_mode,
         grad_scale=grad_scale,
         seed=seed,
@@ -152,6 +180,7 @@ def adam_segments(
     grad: Array,
     segments: Sequence[Segment],
     *,
+    scale: Array | None = None,
     adamw_mode: bool = True,
     grad_scale: float = 1.0,
     seed: int = 0,
@@ -160,34 +189,100 @@ def adam_segments(
 ) -> None:
     """One Adam step on the elements that ``segments`` name, in one pass over memory; others are not touched.
 
+    The types of the planes tell the state format. All arithmetic is fp32 and the weight is updated with the moments
+    as they are computed: only what is stored is rounded, stochastically, by ``seed``, step and element.
+
     Args:
-        weight: bf16 with a ``residual`` (together the exact fp32 master), or fp32 without.
-        residual: int16, or None with fp32 weights.
-        exp_avg, exp_avg_sq: fp32 moments.
+        weight: bf16 with a ``residual`` (together the fp32 master), or fp32 without.
+        residual: None with fp32 weights; int8 with int8 moments (a master of 24 bits), else int16 (exact).
+        exp_avg, exp_avg_sq: moments, both fp32, both bf16, or int8 and uint8 codes.
         grad: bf16 or fp32; fp32 with fp32 weights.
-        segments: ascending, without overlap; each carries its own step and hyper-parameters.
+        segments: ascending, without overlap; each carries its own step and hyper-parameters. With int8 moments they
+            begin on multiples of :data:`STATE_BLOCK`, and no two of them in one block.
+        scale: of int8 moments: fp32, two for each block of :data:`STATE_BLOCK` elements, exp_avg's first.
         adamw_mode: decoupled weight decay (AdamW); False adds ``weight_decay`` x master to the gradient.
         grad_scale: multiplies the gradient first: 1 / loss scale times the clip coefficient.
-        seed: for moments that are rounded stochastically; fp32 moments do not use it.
+        seed: of stochastic rounding, in 0..2^64-1; with fp32 moments nothing is rounded.
         threads: None for :func:`default_threads`.
         isa: "auto" (the environment variable ``OFFLOAD_ISA``, else the best) or one of :func:`isas`.
     """
     numel = _numel(weight)
-    grad_types: tuple[str, ...]
+    moments = _moments(exp_avg, exp_avg_sq, scale, numel)
+    grad_types: tuple[str, ...] = ("bf16", "fp32")
     if residual is None:
+        if moments.format == "int8":
+            raise ValueError("int8 moments need bf16 weights and their int8 residual; residual is None")
         weight_view, residual_view, grad_types = _flat("weight", weight, numel, "fp32"), None, ("fp32",)
     else:
         weight_view = _flat("weight", weight, numel, "bf16")
-        residual_view, grad_types = _flat("residual", residual, numel, "int16"), ("bf16", "fp32")
+        residual_type = "int8" if moments.format == "int8" else "int16"
+        residual_view = _flat("residual", residual, numel, residual_type)
+    if not 0 <= seed < _SEEDS:
+        raise ValueError(f"seed must be in 0..2^64-1, got {seed}")
+    for index, segment in enumerate(segments):
+        if not 0 <= segment.element < _SEEDS:
+            raise ValueError(f"segment {index}: element must be in 0..2^64-1, got {segment.element}")
     _adam.adam(
         weight_view,
         residual_view,
-        _flat("exp_avg", exp_avg, numel, "fp32"),
-        _flat("exp_avg_sq", exp_avg_sq, numel, "fp32"),
+        moments.exp_avg,
+        moments.exp_avg_sq,
+        moments.scale,
         _flat("grad", grad, numel, *grad_types, written=False),
         [astuple(segment) for segment in segments],
         adamw_mode=adamw_mode,
         grad_scale=grad_scale,
+        seed=seed,
+        threads=_threads(threads),
+        isa=_isa(isa),
+    )
+
+
+def encode_moments(
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    to_exp_avg: Array,
+    to_exp_avg_sq: Array,
+    to_scale: Array | None = None,
+    *,
+    threads: int | None = None,
+    isa: str = "auto",
+) -> None:
+    """Write fp32 moments as bf16 ones, or as int8 codes with their scales, rounded to the nearest."""
+    numel = _numel(exp_avg)
+    moments = _moments(to_exp_avg, to_exp_avg_sq, to_scale, numel, prefix="to_")
+    _refuse_fp32(moments, "to_exp_avg")
+    _adam.encode_moments(
+        _flat("exp_avg", exp_avg, numel, "fp32", written=False),
+        _flat("exp_avg_sq", exp_avg_sq, numel, "fp32", written=False),
+        moments.exp_avg,
+        moments.exp_avg_sq,
+        moments.scale,
+        threads=_threads(threads),
+        isa=_isa(isa),
+    )
+
+
+def decode_moments(
+    from_exp_avg: Array,
+    from_exp_avg_sq: Array,
+    from_scale: Array | None,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    *,
+    threads: int | None = None,
+    isa: str = "auto",
+) -> None:
+    """Write the fp32 moments that bf16 ones, or int8 codes and their scales, stand for."""
+    numel = _numel(exp_avg)
+    moments = _moments(from_exp_avg, from_exp_avg_sq, from_scale, numel, prefix="from_", written=False)
+    _refuse_fp32(moments, "from_exp_avg")
+    _adam.decode_moments(
+        moments.exp_avg,
+        moments.exp_avg_sq,
+        moments.scale,
+        _flat("exp_avg", exp_avg, numel, "fp32"),
+        _flat("exp_avg_sq", exp_avg_sq, numel, "fp32"),
         threads=_threads(threads),
         isa=_isa(isa),
     )
@@ -221,15 +316,16 @@ def block_square_sums(
 def split_master(
     master: Array, weight: Array, residual: Array, *, threads: int | None = None, isa: str = "auto"
 ) -> None:
-    """Write an fp32 ``master`` as bf16 ``weight`` and int16 ``residual``; :func:`join_master` gives it back.
+    """Write an fp32 ``master`` as bf16 ``weight`` and ``residual``; :func:`join_master` gives it back.
 
-    Exact for every finite value and both infinities. A NaN becomes the canonical NaN.
+    With an int16 residual exact for every finite value and both infinities; with an int8 one rounded half up to
+    24 bits. A NaN becomes the canonical NaN.
     """
     numel = _numel(master)
     _adam.split_master(
         _flat("master", master, numel, "fp32", written=False),
         _flat("weight", weight, numel, "bf16"),
-        _flat("residual", residual, numel, "int16"),
+        _flat("residual", residual, numel, "int16", "int8"),
         threads=_threads(threads),
         isa=_isa(isa),
     )
@@ -242,7 +338,7 @@ def join_master(
     numel = _numel(weight)
     _adam.join_master(
         _flat("weight", weight, numel, "bf16", written=False),
-        _flat("residual", residual, numel, "int16", written=False),
+        _flat("residual", residual, numel, "int16", "int8", written=False),
         _flat("master", master, numel, "fp32"),
         threads=_threads(threads),
         isa=_isa(isa),
@@ -256,11 +352,48 @@ def assign_weight(
     numel = _numel(weight)
     _adam.assign_weight(
         _flat("weight", weight, numel, "bf16"),
-        _flat("residual", residual, numel, "int16"),
+        _flat("residual", residual, numel, "int16", "int8"),
         _flat("fresh", fresh, numel, "bf16", written=False),
         threads=_threads(threads),
         isa=_isa(isa),
     )
+
+
+class _Moments(NamedTuple):
+    format: str
+    exp_avg: npt.NDArray[Any]
+    exp_avg_sq: npt.NDArray[Any]
+    scale: npt.NDArray[Any] | None
+
+
+def _moments(
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    scale: Array | None,
+    numel: int,
+    *,
+    prefix: str = "",
+    written: bool = True,
+) -> _Moments:
+    """The planes of the moments in one format, that of exp_avg."""
+    first = _flat(f"{prefix}exp_avg", exp_avg, numel, "fp32", "bf16", "int8", written=written)
+    format_ = {4: "fp32", 2: "bf16", 1: "int8"}[first.itemsize]
+    second = _flat(f"{prefix}exp_avg_sq", exp_avg_sq, numel, _EXP_AVG_SQ_TYPE[format_], written=written)
+    if format_ != "int8":
+        if scale is not None:
+            raise ValueError(f"{prefix}scale belongs to int8 moments; {prefix}exp_avg is {exp_avg.dtype}")
+        return _Moments(format_, first, second, None)
+    if scale is None:
+        raise ValueError(f"int8 moments need {prefix}scale: 2 fp32 for each {STATE_BLOCK} elements")
+    scales = 2 * -(-numel // STATE_BLOCK)
+    if _numel(scale) != scales:
+        raise ValueError(f"{prefix}scale has {_numel(scale)} elements; {numel} int8 moments have {scales}")
+    return _Moments(format_, first, second, _flat(f"{prefix}scale", scale, scales, "fp32", written=written))
+
+
+def _refuse_fp32(moments: _Moments, name: str) -> None:
+    if moments.format == "fp32":
+        raise ValueError(f"{name} is fp32; it must be bf16 or int8: fp32 moments are stored as they are")
 
 
 def _numel(array: Array) -> int:

@@ -84,10 +84,14 @@ def test_numpy_and_torch_are_the_same_memory_and_result() -> None:
 def test_the_extension_itself_refuses_sizes_that_do_not_fit() -> None:
     """Whoever calls, no write leaves the arrays."""
     short, right = np.zeros(9, np.float32), np.zeros(10, np.float32)
+    options = {"adamw_mode": True, "grad_scale": 1.0, "seed": 0, "threads": 1, "isa": "scalar"}
     with pytest.raises(ValueError, match="exp_avg must hold 10 elements of 4 bytes, not 9 of 4"):
-        _adam.adam(
-            right, None, short, right, right, [], adamw_mode=True, grad_scale=1.0, threads=1, isa="scalar"
-        )
+        _adam.adam(right, None, short, right, None, right, [], **options)
+    bf16, code = np.zeros(10, np.uint16), np.zeros(10, np.int8)
+    with pytest.raises(ValueError, match="scale must hold 2 elements of 4 bytes, not 9 of 4"):
+        _adam.adam(bf16, code, code, code, short, right, [], **options)
+    with pytest.raises(ValueError, match="residual must hold 10 elements of 1 bytes, not 10 of 2"):
+        _adam.adam(bf16, bf16, code, code, right[:2], right, [], **options)
     with pytest.raises(ValueError, match="master must hold"):
         _adam.join_master(np.zeros(10, np.uint16), np.zeros(10, np.int16), short, threads=1, isa="scalar")
 
