@@ -239,6 +239,9 @@ class MemoryPlan:
         if placement.param_home == "nvme":
             yield PlanLine("host", "weight slots", self.weight_slots, self._slot_bytes_max)
             yield PlanLine("nvme", "weights", 1, whole)
+            if placement.generations == 2:
+                again = self.inventory.elements * self.inventory.weight_itemsize
+                yield PlanLine("nvme", "weights, second generation", 1, again)
         else:
             yield PlanLine("host", "weights", 1, whole)
         if placement.param_home == "device":
@@ -270,6 +273,8 @@ class MemoryPlan:
             home = tier if tier == "device" else placement.state_home
             size = sum(unit.elements for unit in units) * placement.state_itemsize
             yield PlanLine(home, "optimizer state", 1, size)
+            if home == "nvme" and placement.generations == 2:
+                yield PlanLine(home, "state, second generation", 1, size)
         if self.on_device:
             yield PlanLine("device", "update scratch", 1, UPDATE_SCRATCH_BYTES)
 
