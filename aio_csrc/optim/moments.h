@@ -13,12 +13,14 @@ inline constexpr uint32_t kMagnitude = 0x7FFFFFFF;
 inline constexpr uint32_t kInfinity = 0x7F800000;
 inline constexpr uint32_t kHalfBf16 = 0x80008000;  // noise that rounds both moments to the nearest bf16
 
-struct Fp32Moments {
-  static constexpr bool rounds = false;
-  float* exp_avg;
-  float* exp_avg_sq;
-  explicit Fp32Moments(const MomentPlanes& planes)
-      : exp_avg(static_cast<float*>(planes.exp_avg)), exp_avg_sq(static_cast<float*>(planes.exp_avg_sq)) {}
+// Moments with a value of their own for each element.
+template <class Element>
+struct MomentArrays {
+  Element* exp_avg;
+  Element* exp_avg_sq;
+  explicit MomentArrays(const MomentPlanes& planes)
+      : exp_avg(static_cast<Element*>(planes.exp_avg)),
+        exp_avg_sq(static_cast<Element*>(planes.exp_avg_sq)) {}
 
   template <class Vec>
   Vec load_m(size_t i) const {
@@ -28,14 +30,20 @@ struct Fp32Moments {
   Vec load_v(size_t i) const {
     return Vec::load(exp_avg_sq + i);
   }
+  void prefetch(size_t i) const {
+    __builtin_prefetch(exp_avg + i);
+    __builtin_prefetch(exp_avg_sq + i);
+  }
+};
+
+struct Fp32Moments : MomentArrays<float> {
+  using MomentArrays::MomentArrays;
+  static constexpr bool rounds = false;
+
   template <class Vec>
   void store(size_t i, Vec m, Vec v, typename Vec::Bits) const {
     m.store(exp_avg + i);
     v.store(exp_avg_sq + i);
-  }
-  void prefetch(size_t i) const {
-    __builtin_prefetch(exp_avg + i);
-    __builtin_prefetch(exp_avg_sq + i);
   }
 };
 
@@ -66,21 +74,10 @@ typename Vec::Bits round_to_bf16(typename Vec::Bits magnitude, typename Vec::Bit
   return Bits::min(magnitude + noise, Bits::max(magnitude, Bits::set(kInfinity - 1)));
 }
 
-struct Bf16Moments {
+struct Bf16Moments : MomentArrays<Bf16> {
+  using MomentArrays::MomentArrays;
   static constexpr bool rounds = true;
-  Bf16* exp_avg;
-  Bf16* exp_avg_sq;
-  explicit Bf16Moments(const MomentPlanes& planes)
-      : exp_avg(static_cast<Bf16*>(planes.exp_avg)), exp_avg_sq(static_cast<Bf16*>(planes.exp_avg_sq)) {}
 
-  template <class Vec>
-  Vec load_m(size_t i) const {
-    return Vec::load(exp_avg + i);
-  }
-  template <class Vec>
-  Vec load_v(size_t i) const {
-    return Vec::load(exp_avg_sq + i);
-  }
   template <class Vec>
   void store(size_t i, Vec m, Vec v, typename Vec::Bits noise) const {
     using Bits = typename Vec::Bits;
@@ -93,10 +90,6 @@ struct Bf16Moments {
     // Beside a non-zero exp_avg at least the smallest bf16: m / (0 + eps) could be any number.
     const Bits both = Bits::min(Bits::min(m_magnitude, v_bits), Bits::set(1));
     Bits::max(v_rounded, both.template shift_left<16>()).high().store(exp_avg_sq + i);
-  }
-  void prefetch(size_t i) const {
-    __builtin_prefetch(exp_avg + i);
-    __builtin_prefetch(exp_avg_sq + i);
   }
 };
 

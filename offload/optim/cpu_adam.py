@@ -130,7 +130,7 @@ class CPUAdam(torch.optim.Optimizer):
             element=element,
         )
         flat = param.detach().contiguous().view(-1)
-        planes = {spec.name: state[spec.name].view(-1) for spec in self._specs(param)}
+        planes = {name: plane.view(-1) for name, plane in state.items() if name != "step"}
         adam = self._adam_of[param.dtype, group["decoupled_weight_decay"]]
         adam.update({"weight": flat, **planes}, [segment], grad.contiguous().view(-1))
         if not param.is_contiguous():

@@ -366,9 +366,11 @@ class SwapStore:
         self._tell_imbalance([sum(seconds) for seconds in by_path])
 
     def _tell_imbalance(self, seconds: Sequence[float]) -> None:
-        if self._imbalance_told or not self._layout.is_striped or min(seconds) <= 0:
+        if self._imbalance_told or min(seconds) <= 0:
             return
         if max(seconds) < max(IMBALANCE_SECONDS_MIN, IMBALANCE_MAX * min(seconds)):
+            return
+        if not self._layout.is_striped:  # last: it looks at every extent, and this is asked in every step
             return
         self._imbalance_told = True
         slow, fast = (self._drives[list(seconds).index(pick(seconds))] for pick in (max, min))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from planes import FORMATS, HYPER, NUMELS, Planes, gradient, same_bits
+from planes import FORMATS, HYPER, NUMELS, Planes, gradient, on_avx2, same_bits
 
 from offload.optim import kernels
 from offload.optim.kernels import Segment
@@ -56,10 +56,7 @@ def test_hundred_steps_equal_torch(format_: str) -> None:
     assert_tracks_torch(4097, format_, steps=100)
 
 
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX2",
-    reason="torch's fused Adam was compared with ours on AVX2 only: elsewhere it may round in other places",
-)
+@on_avx2
 @pytest.mark.parametrize("adamw_mode", [True, False])
 @pytest.mark.parametrize(
     "changed",

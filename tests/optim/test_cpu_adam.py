@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from planes import on_avx2
 from torch import nn
 
 import offload
@@ -19,11 +20,6 @@ from offload.optim import kernels
 
 SHAPES = ((64, 32), (128,), (16, 8, 3, 3), (64,))
 """Whole vectors of torch's, whose tails round elsewhere."""
-
-on_avx2 = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX2",
-    reason="torch's fused Adam was compared with ours on AVX2 only",
-)
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
