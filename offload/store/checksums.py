@@ -86,9 +86,9 @@ class Checksums:
             )
             for unit, stripes in enumerate(layout.weights)
         ]
-        first_plane = plan.placement.state_planes[0].itemsize
+        residual = plan.placement.residual_itemsize
         self.states = [
-            Blocks(stripes, [chunk.elements * first_plane])
+            Blocks(stripes, [chunk.elements * residual])
             for stripes, chunk in zip(layout.states, plan.chunks if layout.states else (), strict=True)
         ]
 

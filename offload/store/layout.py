@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..bytesize import KiB
-from ..inventory import PAGE_BYTES
+from ..bytesize import PAGE_BYTES, KiB
 from ..plan import MemoryPlan
 
 PIECE_BYTES_MIN = 256 * KiB

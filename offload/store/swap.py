@@ -134,7 +134,7 @@ class SwapStore:
         return self._write(buffer, self._layout.states[chunk.index], planes)
 
     def _planes(self, chunk: Chunk) -> list[tuple[str, int]]:
-        return [(plane.name, chunk.elements * plane.itemsize) for plane in self._plan.placement.state_planes]
+        return list(self._plan.placement.plane_bytes(chunk.elements))
 
     # -- transfers over stripes ---------------------------------------------------------------------------
 

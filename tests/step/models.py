@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +68,7 @@ class Training:
     """One training run: what is trained, and how the loop is written."""
 
     precision: str = "fp32"
+    state_format: str = "fp32"
     steps: int = 4
     seed: int = 0
     tied: bool = False
@@ -126,7 +128,12 @@ class Training:
                 "stage": 3,
                 "sub_group_size": placement.chunk,
                 "offload_param": {"device": placement.param, **path},
-                "offload_optimizer": {"device": placement.state, "update": placement.update, **path},
+                "offload_optimizer": {
+                    "device": placement.state,
+                    "update": placement.update,
+                    "state_format": self.state_format,
+                    **path,
+                },
             },
             "aio": {"backend": placement.backend},
             "durability": {"verify": placement.verify},
@@ -245,6 +252,29 @@ def train_offloaded(training: Training, placement: Placement, swap_path: Any) ->
             outcome.masters[stored.name] = offload.read_master(engine, stored) if master is None else master
             outcome.moments[stored.name] = torch.stack([state["exp_avg"], state["exp_avg_sq"]])
     return outcome
+
+
+@contextlib.contextmanager
+def prepared(
+    training: Training, placement: Placement, swap_path: Any, model: nn.Module | None = None
+) -> Iterator[tuple[nn.Module, Any]]:
+    """The model and its optimizer, for loops that do more between steps."""
+    model = training.model() if model is None else model
+    model, optimizer = offload.prepare(model, training.config(placement, swap_path))
+    with contextlib.closing(optimizer.engine):
+        yield model, optimizer
+
+
+def steps(model: nn.Module, optimizer: Any, batches: Iterable[torch.Tensor]) -> list[float]:
+    """One step for each batch; the losses."""
+    losses = []
+    for batch in batches:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def _schedule(training: Training, optimizer: torch.optim.Optimizer) -> Any:
