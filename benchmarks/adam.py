@@ -23,7 +23,7 @@ from .harness import Answer, Contestant, Server, header, host, serve, table, tak
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 
 
-def contestant(name: str, bytes_per_parameter: int, step: Callable[[], Answer]) -> Contestant:
+def contestant(name: str, bytes_per_parameter: float, step: Callable[[], Answer]) -> Contestant:
     """Bytes are those read and written."""
     return Contestant(name, step, {"bytes_per_parameter": bytes_per_parameter})
 
@@ -48,24 +48,35 @@ def our_contestants(numel: int, options: argparse.Namespace) -> Iterator[Contest
     def zeros(dtype: torch.dtype) -> torch.Tensor:
         return allocate(numel, dtype, options.huge_pages)
 
-    m, v = zeros(torch.float32), zeros(torch.float32)
     bf16_grad, fp32_grad = filled(torch.bfloat16), filled(torch.float32)
+    bf16, fp32, residual = filled(torch.bfloat16), filled(torch.float32), zeros(torch.int16)
+    fp32_moments = {name: zeros(torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+    bf16_moments = {name: zeros(torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
+    codes = {
+        "exp_avg": zeros(torch.int8),
+        "exp_avg_sq": zeros(torch.uint8),
+        "scale": allocate(2 * -(-numel // kernels.STATE_BLOCK), torch.float32, options.huge_pages),
+    }
+    split = {"weight": bf16, "residual": residual}
     formats = {
-        "bf16": (filled(torch.bfloat16), zeros(torch.int16), m, v, bf16_grad),
-        "bf16, fp32 grad": (filled(torch.bfloat16), zeros(torch.int16), m, v, fp32_grad),
-        "fp32": (filled(torch.float32), None, m, v, fp32_grad),
+        "bf16": {**split, **fp32_moments, "grad": bf16_grad},
+        "bf16, fp32 grad": {**split, **fp32_moments, "grad": fp32_grad},
+        "bf16, bf16 state": {**split, **bf16_moments, "grad": bf16_grad},
+        "bf16, int8 state": {**split, "residual": zeros(torch.int8), **codes, "grad": bf16_grad},
+        "fp32": {"weight": fp32, "residual": None, **fp32_moments, "grad": fp32_grad},
+        "fp32, bf16 state": {"weight": fp32, "residual": None, **bf16_moments, "grad": fp32_grad},
     }
     for threads in options.threads or sorted({1, kernels.default_threads()}):
         where = f"{threads} thread" + "s" * (threads > 1)
         for isa in options.isas or [isa for isa in kernels.isas() if isa != "scalar"] or ["scalar"]:
             for name, planes in formats.items():
-                written = sum(plane.itemsize for plane in planes[:-1] if plane is not None)
+                written = sum(p.nbytes for p in planes.values() if p is not None) - planes["grad"].nbytes
                 yield contestant(
                     f"offload {name} {isa} {where}",
-                    2 * written + planes[-1].itemsize,
+                    (2 * written + planes["grad"].nbytes) / numel,
                     timed(
                         lambda planes=planes, threads=threads, isa=isa: kernels.adam(
-                            *planes, step=10, **HYPER, threads=threads, isa=isa
+                            **planes, step=10, **HYPER, threads=threads, isa=isa
                         )
                     ),
                 )
@@ -148,7 +159,7 @@ def as_table(results: Sequence[dict[str, Any]]) -> str:
             row["name"],
             *(f"{row[key]:.4f}" for key in ("median_seconds", "best_seconds")),
             f"{row['gparam_per_s']:.2f}",
-            str(row["bytes_per_parameter"]),
+            f"{row['bytes_per_parameter']:.4g}",
             f"{row['gb_per_s']:.1f}",
             *(f"{row[key]:.2f}" for key in ("of_copy_bandwidth", "ratio")),
         ]

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload import aio
+
 TESTS = Path(__file__).parent
 
 # A job in the background ("make test &") begins with Ctrl-C ignored, and so would the processes that tests start.
@@ -63,6 +65,26 @@ for line in sys.stdin:
         sys.exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
+
+
+def _drives():
+    """Every backend, as it is and with a drive that shortens, refuses for a moment and answers in any order."""
+    worst = {"seed": 1, "short_one_in": 3, "eintr_one_in": 7, "eagain_one_in": 11, "reorder": 1}
+    for backend, reason in aio.probe().items():
+        marks = [] if reason is None else [pytest.mark.skip(reason=str(reason))]
+        yield pytest.param((backend, None), marks=marks, id=backend)
+        yield pytest.param((backend, worst), marks=marks, id=f"{backend}-faulty")
+
+
+@pytest.fixture(params=_drives())
+def every_drive(request, monkeypatch):
+    """Opens every swap file with one backend after the other, and once more with faults that must not show."""
+    backend, faults = request.param
+
+    def open_queue(path, **settings):
+        return aio.Queue(path, **{**settings, "backend": backend, "faults": faults})
+
+    monkeypatch.setattr("offload.store.drives.Queue", open_queue)
 
 
 @pytest.fixture(scope="session")

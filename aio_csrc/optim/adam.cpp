@@ -101,7 +101,7 @@ AdamCoefficients make_coefficients(const AdamSegment& s, bool decoupled, double 
       .lerp_from_grad = lerp_from_grad,
       .beta2 = static_cast<float>(s.beta2),
       .one_minus_beta2 = static_cast<float>(1 - s.beta2),
-      .bias2_sqrt_inverse = static_cast<float>(1 / std::sqrt(bias2)),
+      .bias2_sqrt = static_cast<float>(std::sqrt(bias2)),
       .eps = static_cast<float>(s.eps),
       .step_size = static_cast<float>(s.lr / bias1),
   };

@@ -5,6 +5,6 @@
 
 namespace offload::optim {
 
-constinit const KernelTable kAvx2Kernels = make_kernel_table<VecAvx2>();
+constinit const KernelTable kAvx2Kernels = make_kernel_table<VecAvx2<InOrder>, VecAvx2<InPairs>>();
 
 }  // namespace offload::optim

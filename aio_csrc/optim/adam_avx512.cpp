@@ -5,6 +5,6 @@
 
 namespace offload::optim {
 
-constinit const KernelTable kAvx512Kernels = make_kernel_table<VecAvx512>();
+constinit const KernelTable kAvx512Kernels = make_kernel_table<VecAvx512, VecAvx512>();
 
 }  // namespace offload::optim

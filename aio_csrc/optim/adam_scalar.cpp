@@ -5,6 +5,6 @@
 
 namespace offload::optim {
 
-constinit const KernelTable kScalarKernels = make_kernel_table<VecScalar>();
+constinit const KernelTable kScalarKernels = make_kernel_table<VecScalar, VecScalar>();
 
 }  // namespace offload::optim

@@ -32,7 +32,7 @@ struct AdamCoefficients {
   bool lerp_from_grad;  // beta1 <= 0.5: interpolate from the nearer end, as torch.lerp does
   float beta2;
   float one_minus_beta2;
-  float bias2_sqrt_inverse;
+  float bias2_sqrt;  // sqrt(1 - beta2^step)
   float eps;
   float step_size;  // lr / (1 - beta1^step)
 };

@@ -12,27 +12,29 @@ namespace {  // see Note [Internal linkage]
 
 template <class Vec>
 Vec join(const Bf16* weight, const int16_t* residual) {
-  return Vec::from_bits(Vec::Bits::load_high(weight) + Vec::Bits::load_low(residual));
+  const auto low = Vec::Words::load(residual);
+  return Vec::from_bits(Vec::Bits::from_halves(low, Vec::Words::load(weight) + low.ones_where_negative()));
 }
 
 template <class Vec>
 Vec join(const Bf16* weight, const int8_t* residual) {
-  return Vec::from_bits(Vec::Bits::load_high(weight) +
-                        Vec::Bits::load_low(residual).template shift_left<8>());
+  const auto wide = Vec::Words::widen(residual);
+  return Vec::from_bits(Vec::Bits::from_halves(wide.template shift_left<8>(),
+                                               Vec::Words::load(weight) + wide.ones_where_negative()));
 }
 
 // See Note [Master in two planes].
 template <class Vec>
 void split(typename Vec::Bits master, Bf16* weight, int16_t* residual) {
-  (master + Vec::Bits::set(kHalfUnit)).store_high(weight);
-  master.store_low(residual);  // master - (weight << 16), modulo 2^16
+  (master + Vec::Bits::set(kHalfUnit)).high().store(weight);
+  master.low().store(residual);  // master - (weight << 16), modulo 2^16
 }
 
-// Of the lower byte only the carry of rounding is left; it must have been added.
+// What rounds the lower byte must have been added.
 template <class Vec>
 void split(typename Vec::Bits master, Bf16* weight, int8_t* residual) {
-  (master + Vec::Bits::set(kHalfUnit)).store_high(weight);
-  (master.template shift_right<8>() & Vec::Bits::set(0xFF)).store_low(reinterpret_cast<uint8_t*>(residual));
+  (master + Vec::Bits::set(kHalfUnit)).high().store(weight);
+  master.low().template shift_right<8>().narrow(reinterpret_cast<uint8_t*>(residual));
 }
 
 // How far the Adam loop reads ahead. The processor's own prefetchers stop at the end of a page, and five
@@ -58,7 +60,7 @@ struct SplitMaster {
   void store(size_t i, Vec master, typename Vec::Bits noise) const {
     using Bits = typename Vec::Bits;
     Bits bits = master.canonical_bits();
-    if constexpr (sizeof(Residual) == 1) bits = bits + (noise.template shift_right<16>() & Bits::set(0xFF));
+    if constexpr (sizeof(Residual) == 1) bits = bits + (noise & Bits::set(0xFF));
     split<Vec>(bits, weight + i, residual + i);
   }
 };
@@ -77,15 +79,39 @@ struct Fp32Master {
   }
 };
 
-// One Adam step on the whole vectors of [begin, end); returns where the rest begins. Same order of operations
-// as torch's single-tensor Adam and AdamW (lerp, addcmul, addcdiv); where torch rounds a product
-// before it is added we use one fused multiply-add, and the division by sqrt(1 - beta2^step) is
-// a multiplication, so results differ from torch's in the last bits only. The coefficients come by value:
-// behind a reference the compiler would load them again after every store to a float plane. The weight is
-// updated with the new moments as they are computed; only what is stored of them is rounded.
+// One Adam step. Every operation rounds where torch's fused Adam rounds in its vectors, so on fp32 with
+// grad_scale 1 the bits are torch's. (Its tail of less than a vector rounds once more; torch's unfused Adam
+// takes MKL's square root, which is not rounded correctly.) The master moves by the new moments as they are
+// computed; only what is stored of them is rounded. The coefficients come by value: behind a reference the
+// compiler would load them again after every store to a float plane.
+template <class Vec>
+Vec new_m(const AdamCoefficients c, Vec g, Vec m) {
+  return Vec::fma(Vec::set(c.lerp_weight), g - m, Vec::choose(c.lerp_from_grad, g, m));
+}
+
+template <class Vec>
+Vec new_v(const AdamCoefficients c, Vec g, Vec v) {
+  return Vec::fma(Vec::set(c.one_minus_beta2) * g, g, v * Vec::set(c.beta2));
+}
+
+template <class Vec>
+Vec new_master(const AdamCoefficients c, Vec p, Vec m, Vec root) {
+  const Vec denom = root / Vec::set(c.bias2_sqrt) + Vec::set(c.eps);
+  return p * Vec::set(c.keep) - Vec::set(c.step_size) * m / denom;
+}
+
+// The gradient, scaled, with the decay of the L2 form.
+template <class Vec, class Master, class Grad>
+Vec whole_gradient(const AdamCoefficients c, const Master master, const Grad* grad, size_t i) {
+  const Vec g = Vec::load(grad + i) * Vec::set(c.grad_scale);
+  if (c.decay_into_grad == 0) return g;
+  return Vec::fma(master.template load<Vec>(i), Vec::set(c.decay_into_grad), g);
+}
+
+// On the whole vectors of [begin, end), in one pass; returns where the rest begins.
 template <class Vec, class Master, class Moments, class Grad>
-size_t adam_vectors(const AdamCoefficients c, const NoiseKeys keys, Master master, Moments& moments,
-                    const Grad* __restrict grad, size_t begin, size_t end) {
+size_t adam_vectors(const AdamCoefficients c, const NoiseKeys keys, const Master master,
+                    const Moments moments, const Grad* __restrict grad, size_t begin, size_t end) {
   using Bits = typename Vec::Bits;
   Bits element = Bits::count_from(keys.first + static_cast<uint32_t>(begin));
   size_t i = begin;
@@ -93,75 +119,147 @@ size_t adam_vectors(const AdamCoefficients c, const NoiseKeys keys, Master maste
     master.prefetch(i + kAheadElements);
     moments.prefetch(i + kAheadElements);
     __builtin_prefetch(grad + i + kAheadElements);
+    const Vec g = whole_gradient<Vec>(c, master, grad, i);
+    const Vec p = master.template load<Vec>(i);
+    const Vec m = new_m(c, g, moments.template load_m<Vec>(i));
+    const Vec v = new_v(c, g, moments.template load_v<Vec>(i));
     const Bits noise = Moments::rounds ? hash<Vec>(element, keys) : element;
     element = element + Bits::set(Vec::width);
-    Vec p = master.template load<Vec>(i);
-    Vec g = Vec::load(grad + i) * Vec::set(c.grad_scale);
-    if (c.decay_into_grad != 0) g = Vec::fma(p, Vec::set(c.decay_into_grad), g);
-    p = p * Vec::set(c.keep);
-    const Vec m_old = moments.template load_m<Vec>(i);
-    const Vec m = Vec::fma(Vec::set(c.lerp_weight), g - m_old, c.lerp_from_grad ? g : m_old);
-    const Vec v_kept = moments.template load_v<Vec>(i) * Vec::set(c.beta2);
-    const Vec v = Vec::fma(Vec::set(c.one_minus_beta2) * g, g, v_kept);
-    const Vec root = Vec::sqrt(v);
-    const Vec denom = Vec::fma(root, Vec::set(c.bias2_sqrt_inverse), Vec::set(c.eps));
-    moments.store(i, NewMoments<Vec>{m, v, root}, noise);
-    master.store(i, p - Vec::set(c.step_size) * m / denom, noise);
+    moments.store(i, m, v, noise);
+    master.store(i, new_master(c, p, m, Vec::sqrt(v)), noise);
   }
   return i;
-}
-
-// Calls run(begin, end) for [begin, end), block by block where the moments are blockwise.
-template <class Moments, class Run>
-void in_blocks(Moments& moments, size_t begin, size_t end, const Run& run) {
-  if constexpr (Moments::blockwise) {
-    for (size_t block = begin; block < end; block += kStateBlock) {
-      moments.open_block(block);
-      run(block, block + kStateBlock < end ? block + kStateBlock : end);
-    }
-  } else {
-    run(begin, end);
-  }
 }
 
 template <class Vec, class Master, class Moments, class Grad>
-void adam_range(const AdamCoefficients& c, const NoiseKeys& keys, const AdamPlanes& planes, size_t begin,
-                size_t end) {
+[[gnu::flatten]] void adam_range(const AdamCoefficients& c, const NoiseKeys& keys, const AdamPlanes& planes,
+                                 size_t begin, size_t end) {
   const Master master(planes);
-  Moments moments(planes.moments);
+  const Moments moments(planes.moments);
   const auto* grad = static_cast<const Grad*>(planes.grad);
-  in_blocks(moments, begin, end, [&](size_t from, size_t to) {
-    const size_t rest = adam_vectors<Vec>(c, keys, master, moments, grad, from, to);
-    adam_vectors<VecScalar>(c, keys, master, moments, grad, rest, to);
-    if constexpr (Moments::blockwise) moments.close_block(to);
-  });
+  const size_t rest = adam_vectors<Vec>(c, keys, master, moments, grad, begin, end);
+  adam_vectors<VecScalar>(c, keys, master, moments, grad, rest, end);
 }
 
-template <class Vec, class Moments>
-size_t encode_vectors(const float* exp_avg, const float* exp_avg_sq, Moments& moments, size_t begin,
-                      size_t end) {
+// The two passes over a block of int8 moments. The chain from a code to the stored master is too long for the
+// processor to work on the next vector meanwhile, and is cut in two by that.
+template <class Vec, class Master, class Grad, class Block>
+size_t first_pass(const AdamCoefficients c, const Master master, const Block block,
+                  const Grad* __restrict grad, size_t begin, Largest<VecScalar>& total) {
+  Largest<Vec> largest;
   size_t i = begin;
-  for (; i + Vec::width <= end; i += Vec::width) {
-    const Vec v = Vec::load(exp_avg_sq + i);
-    moments.store(i, NewMoments<Vec>{Vec::load(exp_avg + i), v, Vec::sqrt(v)},
-                  Vec::Bits::set(Moments::to_nearest));
+  for (; i + Vec::width <= block.end; i += Vec::width) {
+    const Vec g = whole_gradient<Vec>(c, master, grad, i);
+    const Vec m = new_m(c, g, block.template load_m<Vec>(i));
+    const Vec root = Vec::sqrt(new_v(c, g, block.template load_v<Vec>(i)));
+    largest.see(m, root);
+    block.keep(i, m, root);
+  }
+  total = largest.with(total);
+  return i;
+}
+
+template <class Vec, class Master, class Block>
+size_t second_pass(const AdamCoefficients c, const NoiseKeys keys, const Master master, const Block block,
+                   const CodesPerUnit per_unit, size_t begin) {
+  using Bits = typename Vec::Bits;
+  Bits element = Bits::count_from(keys.first + static_cast<uint32_t>(begin));
+  size_t i = begin;
+  for (; i + Vec::width <= block.end; i += Vec::width) {
+    const Bits noise = hash<Vec>(element, keys);
+    element = element + Bits::set(Vec::width);
+    const Vec m = block.template kept_m<Vec>(i);
+    const Vec root = block.template kept_root<Vec>(i);
+    master.store(i, new_master<Vec>(c, master.template load<Vec>(i), m, root), noise);
+    store_codes<Vec>(block, i, per_unit, noise);
   }
   return i;
 }
 
-template <class Vec, class Moments>
-void encode_range(const float* exp_avg, const float* exp_avg_sq, const MomentPlanes& planes, size_t begin,
-                  size_t end) {
-  Moments moments(planes);
-  in_blocks(moments, begin, end, [&](size_t from, size_t to) {
-    const size_t rest = encode_vectors<Vec>(exp_avg, exp_avg_sq, moments, from, to);
-    encode_vectors<VecScalar>(exp_avg, exp_avg_sq, moments, rest, to);
-    if constexpr (Moments::blockwise) moments.close_block(to);
+// Calls run(block) for the blocks of [begin, end).
+template <class Vec, class Run>
+void for_each_int8_block(const MomentPlanes& planes, size_t begin, size_t end, const Run& run) {
+  typename Int8Block<Vec>::Scratch scratch;
+  for (size_t first = begin; first < end; first += kStateBlock) {
+    const size_t last = end - first < kStateBlock ? end : first + kStateBlock;
+    run(Int8Block<Vec>(planes, scratch, first, last));
+  }
+}
+
+template <class Vec, class Grad>
+[[gnu::flatten]] void adam_int8_range(const AdamCoefficients& c, const NoiseKeys& keys,
+                                      const AdamPlanes& planes, size_t begin, size_t end) {
+  const SplitMaster<int8_t> master(planes);
+  const auto* grad = static_cast<const Grad*>(planes.grad);
+  for_each_int8_block<Vec>(planes.moments, begin, end, [&](const Int8Block<Vec>& block) {
+    Largest<VecScalar> largest;
+    const size_t tail = first_pass<Vec>(c, master, block, grad, block.begin, largest);
+    first_pass<VecScalar>(c, master, block, grad, tail, largest);
+    const CodesPerUnit per_unit = store_scales(block, largest);
+    second_pass<Vec>(c, keys, master, block, per_unit, block.begin);
+    second_pass<VecScalar>(c, keys, master, block, per_unit, tail);
+    clear_codes_without_scale(block);
+  });
+}
+
+template <class Vec>
+size_t encode_bf16_vectors(const float* exp_avg, const float* exp_avg_sq, const Bf16Moments moments,
+                           size_t begin, size_t end) {
+  size_t i = begin;
+  for (; i + Vec::width <= end; i += Vec::width) {
+    moments.store(i, Vec::load(exp_avg + i), Vec::load(exp_avg_sq + i), Vec::Bits::set(kHalfBf16));
+  }
+  return i;
+}
+
+template <class Vec>
+[[gnu::flatten]] void encode_bf16_range(const float* exp_avg, const float* exp_avg_sq,
+                                        const MomentPlanes& planes, size_t begin, size_t end) {
+  const Bf16Moments moments(planes);
+  const size_t rest = encode_bf16_vectors<Vec>(exp_avg, exp_avg_sq, moments, begin, end);
+  encode_bf16_vectors<VecScalar>(exp_avg, exp_avg_sq, moments, rest, end);
+}
+
+template <class Vec, class Block>
+size_t keep_vectors(const float* exp_avg, const float* exp_avg_sq, const Block block, size_t begin,
+                    Largest<VecScalar>& total) {
+  Largest<Vec> largest;
+  size_t i = begin;
+  for (; i + Vec::width <= block.end; i += Vec::width) {
+    const Vec m = Vec::load(exp_avg + i);
+    const Vec root = Vec::sqrt(Vec::load(exp_avg_sq + i));
+    largest.see(m, root);
+    block.keep(i, m, root);
+  }
+  total = largest.with(total);
+  return i;
+}
+
+template <class Vec, class Block>
+size_t code_vectors(const Block block, const CodesPerUnit per_unit, size_t begin) {
+  size_t i = begin;
+  for (; i + Vec::width <= block.end; i += Vec::width) {
+    store_codes<Vec>(block, i, per_unit, Vec::Bits::set(kHalfCodes));
+  }
+  return i;
+}
+
+template <class Vec>
+[[gnu::flatten]] void encode_int8_range(const float* exp_avg, const float* exp_avg_sq,
+                                        const MomentPlanes& planes, size_t begin, size_t end) {
+  for_each_int8_block<Vec>(planes, begin, end, [&](const Int8Block<Vec>& block) {
+    Largest<VecScalar> largest;
+    const size_t tail = keep_vectors<Vec>(exp_avg, exp_avg_sq, block, block.begin, largest);
+    keep_vectors<VecScalar>(exp_avg, exp_avg_sq, block, tail, largest);
+    const CodesPerUnit per_unit = store_scales(block, largest);
+    code_vectors<Vec>(block, per_unit, block.begin);
+    code_vectors<VecScalar>(block, per_unit, tail);
+    clear_codes_without_scale(block);
   });
 }
 
 template <class Vec, class Moments>
-size_t decode_vectors(const Moments& moments, float* exp_avg, float* exp_avg_sq, size_t begin, size_t end) {
+size_t decode_vectors(const Moments moments, float* exp_avg, float* exp_avg_sq, size_t begin, size_t end) {
   size_t i = begin;
   for (; i + Vec::width <= end; i += Vec::width) {
     moments.template load_m<Vec>(i).store(exp_avg + i);
@@ -170,12 +268,20 @@ size_t decode_vectors(const Moments& moments, float* exp_avg, float* exp_avg_sq,
   return i;
 }
 
-template <class Vec, class Moments>
-void decode_range(const MomentPlanes& planes, float* exp_avg, float* exp_avg_sq, size_t begin, size_t end) {
-  Moments moments(planes);
-  in_blocks(moments, begin, end, [&](size_t from, size_t to) {
-    const size_t rest = decode_vectors<Vec>(moments, exp_avg, exp_avg_sq, from, to);
-    decode_vectors<VecScalar>(moments, exp_avg, exp_avg_sq, rest, to);
+template <class Vec>
+[[gnu::flatten]] void decode_bf16_range(const MomentPlanes& planes, float* exp_avg, float* exp_avg_sq,
+                                        size_t begin, size_t end) {
+  const Bf16Moments moments(planes);
+  const size_t rest = decode_vectors<Vec>(moments, exp_avg, exp_avg_sq, begin, end);
+  decode_vectors<VecScalar>(moments, exp_avg, exp_avg_sq, rest, end);
+}
+
+template <class Vec>
+[[gnu::flatten]] void decode_int8_range(const MomentPlanes& planes, float* exp_avg, float* exp_avg_sq,
+                                        size_t begin, size_t end) {
+  for_each_int8_block<Vec>(planes, begin, end, [&](const Int8Block<Vec>& block) {
+    const size_t tail = decode_vectors<Vec>(block, exp_avg, exp_avg_sq, block.begin, block.end);
+    decode_vectors<VecScalar>(block, exp_avg, exp_avg_sq, tail, block.end);
   });
 }
 
@@ -222,15 +328,24 @@ void join_range(const Bf16* weight, const Residual* residual, float* master, siz
   join_vectors<VecScalar>(weight, residual, master, rest, count);
 }
 
+template <class Words>
+void assign_residual(int16_t* residual, Words fresh, Words weight) {
+  Words::keep_where_equal(Words::load(residual), fresh, weight).store(residual);
+}
+
+template <class Words>
+void assign_residual(int8_t* residual, Words fresh, Words weight) {
+  Words::keep_where_equal(Words::widen(residual), fresh, weight).narrow(residual);
+}
+
 template <class Vec, class Residual>
 size_t assign_vectors(Bf16* weight, Residual* residual, const Bf16* fresh, size_t begin, size_t end) {
-  using Bits = typename Vec::Bits;
+  using Words = typename Vec::Words;
   size_t i = begin;
   for (; i + Vec::width <= end; i += Vec::width) {
-    const Bits assigned = Bits::load_high(fresh + i);
-    const Bits old_weight = Bits::load_high(weight + i);
-    Bits::keep_where_equal(Bits::load_low(residual + i), assigned, old_weight).store_low(residual + i);
-    assigned.store_high(weight + i);
+    const Words assigned = Words::load(fresh + i);
+    assign_residual(residual + i, assigned, Words::load(weight + i));
+    assigned.store(weight + i);
   }
   return i;
 }
@@ -246,20 +361,19 @@ constexpr MasterKernels<Residual> master_kernels() {
   return {&split_range<Vec, Residual>, &join_range<Vec, Residual>, &assign_range<Vec, Residual>};
 }
 
-template <class Vec>
+// `Narrow` is the vector type for formats that are mostly of 16 and 8 bits.
+template <class Vec, class Narrow>
 constexpr KernelTable make_kernel_table() {
-  using Int8 = Int8Moments<Vec>;
   return {
       .adam = {{&adam_range<Vec, SplitMaster<int16_t>, Fp32Moments, Bf16>,
                 &adam_range<Vec, SplitMaster<int16_t>, Fp32Moments, float>,
                 &adam_range<Vec, Fp32Master, Fp32Moments, float>},
-               {&adam_range<Vec, SplitMaster<int16_t>, Bf16Moments, Bf16>,
-                &adam_range<Vec, SplitMaster<int16_t>, Bf16Moments, float>,
+               {&adam_range<Narrow, SplitMaster<int16_t>, Bf16Moments, Bf16>,
+                &adam_range<Narrow, SplitMaster<int16_t>, Bf16Moments, float>,
                 &adam_range<Vec, Fp32Master, Bf16Moments, float>},
-               {&adam_range<Vec, SplitMaster<int8_t>, Int8, Bf16>,
-                &adam_range<Vec, SplitMaster<int8_t>, Int8, float>, nullptr}},
-      .encode_moments = {nullptr, &encode_range<Vec, Bf16Moments>, &encode_range<Vec, Int8>},
-      .decode_moments = {nullptr, &decode_range<Vec, Bf16Moments>, &decode_range<Vec, Int8>},
+               {&adam_int8_range<Narrow, Bf16>, &adam_int8_range<Narrow, float>, nullptr}},
+      .encode_moments = {nullptr, &encode_bf16_range<Vec>, &encode_int8_range<Narrow>},
+      .decode_moments = {nullptr, &decode_bf16_range<Vec>, &decode_int8_range<Narrow>},
       .square_sum_bf16 = &square_sum<Vec, Bf16>,
       .square_sum_fp32 = &square_sum<Vec, float>,
       .master16 = master_kernels<Vec, int16_t>(),

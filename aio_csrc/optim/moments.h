@@ -1,5 +1,5 @@
-// How the moments of Adam are stored: fp32, bf16 or blockwise 8 bits. Each format is a policy of the Adam
-// loop: it loads vectors of both moments, stores them, and has a say where a block begins and ends.
+// How the moments of Adam are stored: fp32, bf16 or blockwise 8 bits. A format loads both moments of a vector
+// and stores them: at once, or, blockwise, when all of a block are known.
 #pragma once
 
 #include "optim/kernel_table.h"
@@ -11,16 +11,10 @@ namespace {  // see Note [Internal linkage]
 inline constexpr uint32_t kSign = 0x80000000;
 inline constexpr uint32_t kMagnitude = 0x7FFFFFFF;
 inline constexpr uint32_t kInfinity = 0x7F800000;
-
-// The moments of the elements of a vector. `root` is sqrt(v), which the update computes anyway.
-template <class Vec>
-struct NewMoments {
-  Vec m, v, root;
-};
+inline constexpr uint32_t kHalfBf16 = 0x80008000;  // noise that rounds both moments to the nearest bf16
 
 struct Fp32Moments {
   static constexpr bool rounds = false;
-  static constexpr bool blockwise = false;
   float* exp_avg;
   float* exp_avg_sq;
   explicit Fp32Moments(const MomentPlanes& planes)
@@ -35,9 +29,9 @@ struct Fp32Moments {
     return Vec::load(exp_avg_sq + i);
   }
   template <class Vec>
-  void store(size_t i, const NewMoments<Vec>& moments, typename Vec::Bits) {
-    moments.m.store(exp_avg + i);
-    moments.v.store(exp_avg_sq + i);
+  void store(size_t i, Vec m, Vec v, typename Vec::Bits) const {
+    m.store(exp_avg + i);
+    v.store(exp_avg_sq + i);
   }
   void prefetch(size_t i) const {
     __builtin_prefetch(exp_avg + i);
@@ -73,8 +67,6 @@ typename Vec::Bits round_to_bf16(typename Vec::Bits magnitude, typename Vec::Bit
 
 struct Bf16Moments {
   static constexpr bool rounds = true;
-  static constexpr bool blockwise = false;
-  static constexpr uint32_t to_nearest = 0x80008000;  // noise of half a unit
   Bf16* exp_avg;
   Bf16* exp_avg_sq;
   explicit Bf16Moments(const MomentPlanes& planes)
@@ -89,17 +81,17 @@ struct Bf16Moments {
     return Vec::load(exp_avg_sq + i);
   }
   template <class Vec>
-  void store(size_t i, const NewMoments<Vec>& moments, typename Vec::Bits noise) {
+  void store(size_t i, Vec m, Vec v, typename Vec::Bits noise) const {
     using Bits = typename Vec::Bits;
-    const Bits m = moments.m.canonical_bits();
-    const Bits m_magnitude = m & Bits::set(kMagnitude);
+    const Bits m_bits = m.canonical_bits();
+    const Bits m_magnitude = m_bits & Bits::set(kMagnitude);
     const Bits m_rounded = round_to_bf16<Vec>(m_magnitude, noise.template shift_right<16>());
-    (m_rounded + (m & Bits::set(kSign))).store_high(exp_avg + i);
-    const Bits v = moments.v.canonical_bits();
-    const Bits v_rounded = round_to_bf16<Vec>(v, noise & Bits::set(0xFFFF));
+    (m_rounded + (m_bits & Bits::set(kSign))).high().store(exp_avg + i);
+    const Bits v_bits = v.canonical_bits();
+    const Bits v_rounded = round_to_bf16<Vec>(v_bits, noise & Bits::set(0xFFFF));
     // Beside a non-zero exp_avg at least the smallest bf16: m / (0 + eps) could be any number.
-    const Bits either_zero = Bits::min(Bits::min(m_magnitude, v), Bits::set(1));
-    Bits::max(v_rounded, either_zero.template shift_left<16>()).store_high(exp_avg_sq + i);
+    const Bits both = Bits::min(Bits::min(m_magnitude, v_bits), Bits::set(1));
+    Bits::max(v_rounded, both.template shift_left<16>()).high().store(exp_avg_sq + i);
   }
   void prefetch(size_t i) const {
     __builtin_prefetch(exp_avg + i);
@@ -133,138 +125,155 @@ inline constexpr int kCutM = 23 - 4;  // mantissa bits below the code's
 inline constexpr int kCutRoot = 23 - 5;
 inline constexpr uint32_t kFirstM = (127 + 4) << 23;  // bits of kBiasM: code 0
 inline constexpr uint32_t kFirstRoot = (127 + 5) << 23;
+inline constexpr uint32_t kHalfCodes = 1U << 31 | 1U << (kCutRoot - 1);  // noise that rounds to nearest
 inline constexpr uint32_t kSmallestM = (127 - 100) << 23;
 inline constexpr uint32_t kSmallestRoot = (127 - 49) << 23;
 
 template <class Vec>
-Vec decode_m(typename Vec::Bits code, float unit) {
+Vec decode_m(typename Vec::Words code, float unit) {
   using Bits = typename Vec::Bits;
-  const Vec y = Vec::from_bits(code.abs().template shift_left<kCutM>() + Bits::set(kFirstM));
-  const Vec x = Vec::fma(y, Vec::set(unit), Vec::set(-kBiasM * unit));
-  return Vec::from_bits(x.bits() ^ (code & Bits::set(kSign)));
+  using Words = typename Vec::Words;
+  const Words y = code.abs().template shift_left<kCutM - 16>() + Words::set(kFirstM >> 16);
+  const Vec x = Vec::fma(Vec::from_bits(Bits::from_high(y)), Vec::set(unit), Vec::set(-kBiasM * unit));
+  return Vec::from_bits(x.bits() ^ (Bits::from_high(code) & Bits::set(kSign)));
 }
 
 template <class Vec>
-Vec decode_root(typename Vec::Bits code, float unit) {
+Vec decode_root(typename Vec::Words code, float unit) {
   using Bits = typename Vec::Bits;
-  const Vec y = Vec::from_bits(code.template shift_left<kCutRoot>() + Bits::set(kFirstRoot));
-  return Vec::fma(y, Vec::set(unit), Vec::set(-kBiasRoot * unit));
+  using Words = typename Vec::Words;
+  const Words y = code.template shift_left<kCutRoot - 16>() + Words::set(kFirstRoot >> 16);
+  return Vec::fma(Vec::from_bits(Bits::from_high(y)), Vec::set(unit), Vec::set(-kBiasRoot * unit));
 }
 
-// Noise below 2^kCutM.
+// Noise below 2^kCutM. Where the upper half of m is zero, so is the code: m is far below half a unit.
 template <class Vec>
-typename Vec::Bits encode_m(Vec m, float per_unit, typename Vec::Bits noise) {
+typename Vec::Words encode_m(Vec m, float per_unit, typename Vec::Bits noise) {
   using Bits = typename Vec::Bits;
+  using Words = typename Vec::Words;
   const Vec magnitude = Vec::from_bits(m.bits() & Bits::set(kMagnitude));
-  const Bits y = Vec::fma(magnitude, Vec::set(per_unit), Vec::set(kBiasM)).bits();
-  const Bits code = (y + noise).template shift_right<kCutM>() - Bits::set(kFirstM >> kCutM);
-  return Bits::min(code, Bits::set(127)).negated_where_negative(m.bits());
+  const Bits y = Vec::fma(magnitude, Vec::set(per_unit), Vec::set(kBiasM)).bits() + noise;
+  const Words code = y.template high<kCutM - 16>() - Words::set(kFirstM >> kCutM);
+  return Words::min(code, Words::set(127)).negated_where_negative(m.bits().high());
 }
 
-// Noise below 2^kCutRoot. May be 256, to be stored as 255.
+// Noise below 2^kCutRoot. May be 256, to be stored as 255. A root that is not zero has an upper half.
 template <class Vec>
-typename Vec::Bits encode_root(Vec root, float per_unit, typename Vec::Bits noise) {
+typename Vec::Words encode_root(Vec root, float per_unit, typename Vec::Bits noise) {
   using Bits = typename Vec::Bits;
-  const Bits y = Vec::fma(root, Vec::set(per_unit), Vec::set(kBiasRoot)).bits();
-  const Bits code = (y + noise).template shift_right<kCutRoot>() - Bits::set(kFirstRoot >> kCutRoot);
-  return Bits::max(code, Bits::min(root.bits(), Bits::set(1)));
+  using Words = typename Vec::Words;
+  const Bits y = Vec::fma(root, Vec::set(per_unit), Vec::set(kBiasRoot)).bits() + noise;
+  const Words code = y.template high<kCutRoot - 16>() - Words::set(kFirstRoot >> kCutRoot);
+  return Words::max(code, Words::min(root.bits().high(), Words::set(1)));
 }
 
-template <class Wide>
-struct Int8Moments {
-  static constexpr bool rounds = true;
-  static constexpr bool blockwise = true;
-  static constexpr uint32_t to_nearest = 0x80000000 | 1U << (kCutRoot - 1);  // noise of half a unit
-  explicit Int8Moments(const MomentPlanes& planes)
-      : exp_avg_(static_cast<int8_t*>(planes.exp_avg)),
-        exp_avg_sq_(static_cast<uint8_t*>(planes.exp_avg_sq)),
-        scale_(planes.scale) {}
+// The largest of the new moments, as bits without sign: these are ordered like the numbers, NaN above
+// infinity above the finite.
+template <class Vec>
+struct Largest {
+  using Bits = typename Vec::Bits;
+  Bits m = Bits::set(0);
+  Bits root = Bits::set(0);
 
-  void open_block(size_t begin) {
-    begin_ = begin;
-    unit_m_ = scale_[begin / kStateBlock * 2] / kScaledM;
-    unit_root_ = scale_[begin / kStateBlock * 2 + 1] / kScaledRoot;
+  void see(Vec new_m, Vec new_root) {
+    m = Bits::max(m, new_m.bits() & Bits::set(kMagnitude));
+    root = Bits::max(root, new_root.bits());
   }
+  // Over the lanes, and over those of another.
+  [[nodiscard]] Largest<VecScalar> with(Largest<VecScalar> other) const {
+    using One = VecScalar::Bits;
+    return {One::max({m.largest()}, other.m), One::max({root.largest()}, other.root)};
+  }
+};
+
+// One block of int8 moments; indices are those of the planes. A step passes over it twice: the first pass
+// keeps the new moments in `scratch` and finds the largest, the second codes them.
+template <class Wide>
+struct Int8Block {
+  struct Scratch {
+    alignas(64) float m[kStateBlock];
+    alignas(64) float root[kStateBlock];
+  };
+  int8_t* exp_avg;
+  uint8_t* exp_avg_sq;
+  float* scales;
+  Scratch* scratch;
+  size_t begin;
+  size_t end;
+  float unit_m;
+  float unit_root;
+
+  Int8Block(const MomentPlanes& planes, Scratch& values, size_t first, size_t last)
+      : exp_avg(static_cast<int8_t*>(planes.exp_avg)),
+        exp_avg_sq(static_cast<uint8_t*>(planes.exp_avg_sq)),
+        scales(planes.scale + first / kStateBlock * 2),
+        scratch(&values),
+        begin(first),
+        end(last),
+        unit_m(scales[0] / kScaledM),
+        unit_root(scales[1] / kScaledRoot) {}
+
   template <class Vec>
   Vec load_m(size_t i) const {
-    return decode_m<Vec>(Vec::Bits::load_low(exp_avg_ + i), unit_m_);
+    return decode_m<Vec>(Vec::Words::widen(exp_avg + i), unit_m);
   }
   template <class Vec>
   Vec load_v(size_t i) const {
-    const Vec root = decode_root<Vec>(Vec::Bits::load_low(exp_avg_sq_ + i), unit_root_);
+    const Vec root = decode_root<Vec>(Vec::Words::widen(exp_avg_sq + i), unit_root);
     return root * root;
   }
-  // Keeps the values until the block is complete: then its scales are known.
   template <class Vec>
-  void store(size_t i, const NewMoments<Vec>& moments, typename Vec::Bits noise) {
-    moments.m.store(m_ + (i - begin_));
-    moments.root.store(root_ + (i - begin_));
-    noise.store(noise_ + (i - begin_));
-  }
-  void close_block(size_t end) {
-    const size_t count = end - begin_;
-    Largest largest;
-    find_largest<VecScalar>(find_largest<Wide>(0, count, largest), count, largest);
-    float* scales = scale_ + begin_ / kStateBlock * 2;
-    scales[0] = scale_of(largest.m < kSmallestM ? 0 : largest.m);
-    scales[1] = scale_of(largest.root > 0 && largest.root < kSmallestRoot ? kSmallestRoot : largest.root);
-    const float per_unit_m = scales[0] > 0 ? kScaledM / scales[0] : 0;
-    const float per_unit_root = scales[1] > 0 ? kScaledRoot / scales[1] : 0;
-    encode<VecScalar>(encode<Wide>(0, count, per_unit_m, per_unit_root), count, per_unit_m, per_unit_root);
-    if (largest.m >= kInfinity) __builtin_memset(exp_avg_ + begin_, 0, count);
-    if (largest.root >= kInfinity) __builtin_memset(exp_avg_sq_ + begin_, 0, count);
-  }
-  void prefetch(size_t i) const {
-    __builtin_prefetch(exp_avg_ + i);
-    __builtin_prefetch(exp_avg_sq_ + i);
-  }
-
- private:
-  // As bit patterns without sign: these are ordered like the numbers, NaN above infinity above the finite.
-  struct Largest {
-    uint32_t m = 0;
-    uint32_t root = 0;
-  };
-  static float scale_of(uint32_t largest) {
-    return __builtin_bit_cast(float, largest < kInfinity ? largest : kCanonicalNan);
+  void keep(size_t i, Vec m, Vec root) const {
+    m.store_scratch(scratch->m + (i - begin));
+    root.store_scratch(scratch->root + (i - begin));
   }
   template <class Vec>
-  size_t find_largest(size_t begin, size_t end, Largest& largest) const {
-    using Bits = typename Vec::Bits;
-    Bits m = Bits::set(largest.m);
-    Bits root = Bits::set(largest.root);
-    size_t i = begin;
-    for (; i + Vec::width <= end; i += Vec::width) {
-      m = Bits::max(m, Vec::load(m_ + i).bits() & Bits::set(kMagnitude));
-      root = Bits::max(root, Vec::load(root_ + i).bits());
-    }
-    largest = {m.largest(), root.largest()};
-    return i;
+  Vec kept_m(size_t i) const {
+    return Vec::load_scratch(scratch->m + (i - begin));
   }
   template <class Vec>
-  size_t encode(size_t begin, size_t end, float per_unit_m, float per_unit_root) const {
-    using Bits = typename Vec::Bits;
-    size_t i = begin;
-    for (; i + Vec::width <= end; i += Vec::width) {
-      const Bits noise = Bits::load(noise_ + i);
-      encode_m<Vec>(Vec::load(m_ + i), per_unit_m, noise.template shift_right<32 - kCutM>())
-          .store_low(exp_avg_ + begin_ + i);
-      encode_root<Vec>(Vec::load(root_ + i), per_unit_root, noise & Bits::set((1U << kCutRoot) - 1))
-          .store_low(exp_avg_sq_ + begin_ + i);
-    }
-    return i;
+  Vec kept_root(size_t i) const {
+    return Vec::load_scratch(scratch->root + (i - begin));
   }
-
-  int8_t* exp_avg_;
-  uint8_t* exp_avg_sq_;
-  float* scale_;
-  size_t begin_ = 0;
-  float unit_m_ = 0;
-  float unit_root_ = 0;
-  alignas(64) float m_[kStateBlock];
-  alignas(64) float root_[kStateBlock];
-  alignas(64) uint32_t noise_[kStateBlock];
 };
+
+// What the elements of a block are multiplied by before they are coded.
+struct CodesPerUnit {
+  float m;
+  float root;
+};
+
+template <class Wide>
+CodesPerUnit store_scales(const Int8Block<Wide>& block, Largest<VecScalar> largest) {
+  const auto scale_of = [](uint32_t bits) {
+    return __builtin_bit_cast(float, bits < kInfinity ? bits : kCanonicalNan);
+  };
+  const uint32_t root = largest.root.x;
+  block.scales[0] = scale_of(largest.m.x < kSmallestM ? 0 : largest.m.x);
+  block.scales[1] = scale_of(root > 0 && root < kSmallestRoot ? kSmallestRoot : root);
+  return {block.scales[0] > 0 ? kScaledM / block.scales[0] : 0,
+          block.scales[1] > 0 ? kScaledRoot / block.scales[1] : 0};
+}
+
+template <class Vec, class Wide>
+void store_codes(const Int8Block<Wide>& block, size_t i, CodesPerUnit per_unit, typename Vec::Bits noise) {
+  using Bits = typename Vec::Bits;
+  encode_m<Vec>(block.template kept_m<Vec>(i), per_unit.m, noise.template shift_right<32 - kCutM>())
+      .narrow(block.exp_avg + i);
+  encode_root<Vec>(block.template kept_root<Vec>(i), per_unit.root, noise & Bits::set((1U << kCutRoot) - 1))
+      .narrow(block.exp_avg_sq + i);
+}
+
+// Where the scale is NaN the codes mean nothing; they are zero rather than what NaN happens to give.
+template <class Wide>
+void clear_codes_without_scale(const Int8Block<Wide>& block) {
+  if (block.scales[0] != block.scales[0]) {
+    __builtin_memset(block.exp_avg + block.begin, 0, block.end - block.begin);
+  }
+  if (block.scales[1] != block.scales[1]) {
+    __builtin_memset(block.exp_avg_sq + block.begin, 0, block.end - block.begin);
+  }
+}
 
 }  // namespace
 }  // namespace offload::optim

@@ -5,11 +5,88 @@
 #include <immintrin.h>
 
 #include "optim/kernel_table.h"
+#include "optim/words_256.h"
 
 namespace offload::optim {
 namespace {  // see Note [Internal linkage]
 
+// Which elements the two registers hold. In order it is 0 to 7 and 8 to 15: what fp32 arrays want.
+struct InOrder {
+  static __m256i numbers_lo() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+  static __m256i numbers_hi() { return _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15); }
+  // Packing works within 128-bit halves: the middle quarters change places before or afterwards.
+  static __m256i swap_middle(__m256i x) { return _mm256_permute4x64_epi64(x, 0xD8); }
+  static void unpack(__m256i low, __m256i high, __m256i& lo, __m256i& hi) {
+    const __m256i low_swapped = swap_middle(low);
+    const __m256i high_swapped = swap_middle(high);
+    lo = _mm256_unpacklo_epi16(low_swapped, high_swapped);
+    hi = _mm256_unpackhi_epi16(low_swapped, high_swapped);
+  }
+  static void unpack_high(__m256i high, __m256i& lo, __m256i& hi) {
+    unpack(_mm256_setzero_si256(), high, lo, hi);
+  }
+  static __m256i low(__m256i lo, __m256i hi) {
+    const __m256i mask = _mm256_set1_epi32(0xFFFF);
+    return swap_middle(_mm256_packus_epi32(_mm256_and_si256(lo, mask), _mm256_and_si256(hi, mask)));
+  }
+  template <int count>
+  static __m256i high(__m256i lo, __m256i hi) {
+    return swap_middle(
+        _mm256_packus_epi32(_mm256_srli_epi32(lo, 16 + count), _mm256_srli_epi32(hi, 16 + count)));
+  }
+  static void load(const float* p, __m256& lo, __m256& hi) {
+    lo = _mm256_loadu_ps(p);
+    hi = _mm256_loadu_ps(p + 8);
+  }
+  static void store(float* p, __m256 lo, __m256 hi) {
+    _mm256_storeu_ps(p, lo);
+    _mm256_storeu_ps(p + 8, hi);
+  }
+};
+
+// In pairs it is the even and the odd ones: 16-bit arrays are then taken apart and put together with one
+// shift and one mask, where packing in order takes four operations, most of them for the same two ports as
+// shifts.
+struct InPairs {
+  static __m256i numbers_lo() { return _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14); }
+  static __m256i numbers_hi() { return _mm256_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15); }
+  static void unpack(__m256i low, __m256i high, __m256i& lo, __m256i& hi) {
+    lo = _mm256_blend_epi16(low, _mm256_slli_epi32(high, 16), kOdd);
+    hi = _mm256_blend_epi16(_mm256_srli_epi32(low, 16), high, kOdd);
+  }
+  static void unpack_high(__m256i high, __m256i& lo, __m256i& hi) {
+    lo = _mm256_slli_epi32(high, 16);
+    hi = _mm256_and_si256(high, _mm256_set1_epi32(static_cast<int>(0xFFFF0000)));
+  }
+  static __m256i low(__m256i lo, __m256i hi) {
+    return _mm256_blend_epi16(lo, _mm256_slli_epi32(hi, 16), kOdd);
+  }
+  template <int count>
+  static __m256i high(__m256i lo, __m256i hi) {
+    return _mm256_blend_epi16(_mm256_srli_epi32(lo, 16 + count), _mm256_srli_epi32(hi, count), kOdd);
+  }
+  static void load(const float* p, __m256& lo, __m256& hi) {
+    const __m256 first =
+        _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(p + 8), 1);
+    const __m256 second =
+        _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + 4)), _mm_loadu_ps(p + 12), 1);
+    lo = _mm256_shuffle_ps(first, second, 0x88);
+    hi = _mm256_shuffle_ps(first, second, 0xDD);
+  }
+  static void store(float* p, __m256 lo, __m256 hi) {
+    const __m256 first = _mm256_unpacklo_ps(lo, hi);
+    const __m256 second = _mm256_unpackhi_ps(lo, hi);
+    _mm256_storeu_ps(p, _mm256_permute2f128_ps(first, second, 0x20));
+    _mm256_storeu_ps(p + 8, _mm256_permute2f128_ps(first, second, 0x31));
+  }
+
+ private:
+  static constexpr int kOdd = 0xAA;
+};
+
+template <class Order>
 struct BitsAvx2 {
+  using Words = Words256;
   __m256i lo, hi;
 
   static BitsAvx2 set(uint32_t value) {
@@ -18,52 +95,34 @@ struct BitsAvx2 {
   }
   static BitsAvx2 count_from(uint32_t first) {
     const __m256i x = _mm256_set1_epi32(static_cast<int>(first));
-    return {_mm256_add_epi32(x, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)),
-            _mm256_add_epi32(x, _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15))};
+    return {_mm256_add_epi32(x, Order::numbers_lo()), _mm256_add_epi32(x, Order::numbers_hi())};
   }
-  static BitsAvx2 load(const uint32_t* p) {
+  static BitsAvx2 from_halves(Words low, Words high) {
+    BitsAvx2 bits;
+    Order::unpack(low.x, high.x, bits.lo, bits.hi);
+    return bits;
+  }
+  static BitsAvx2 from_high(Words high) {
+    BitsAvx2 bits;
+    Order::unpack_high(high.x, bits.lo, bits.hi);
+    return bits;
+  }
+  [[nodiscard]] Words low() const { return {Order::low(lo, hi)}; }
+  template <int count = 0>
+  [[nodiscard]] Words high() const {
+    return {Order::template high<count>(lo, hi)};
+  }
+  static BitsAvx2 load_scratch(const uint32_t* p) {
     const auto* halves = reinterpret_cast<const __m256i*>(p);
-    return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+    return {_mm256_load_si256(halves), _mm256_load_si256(halves + 1)};
   }
-  static BitsAvx2 load_high(const Bf16* p) {
-    const auto* halves = reinterpret_cast<const __m128i*>(p);
-    return {_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)), 16),
-            _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1)), 16)};
-  }
-  static BitsAvx2 load_low(const int16_t* p) {
-    const auto* halves = reinterpret_cast<const __m128i*>(p);
-    return {_mm256_cvtepi16_epi32(_mm_loadu_si128(halves)),
-            _mm256_cvtepi16_epi32(_mm_loadu_si128(halves + 1))};
-  }
-  static BitsAvx2 load_low(const int8_t* p) {
-    return {_mm256_cvtepi8_epi32(load_8(p)), _mm256_cvtepi8_epi32(load_8(p + 8))};
-  }
-  static BitsAvx2 load_low(const uint8_t* p) {
-    return {_mm256_cvtepu8_epi32(load_8(p)), _mm256_cvtepu8_epi32(load_8(p + 8))};
-  }
-  void store(uint32_t* p) const {
+  void store_scratch(uint32_t* p) const {
     auto* halves = reinterpret_cast<__m256i*>(p);
-    _mm256_storeu_si256(halves, lo);
-    _mm256_storeu_si256(halves + 1, hi);
-  }
-  void store_high(Bf16* p) const { store_packed(p, _mm256_srli_epi32(lo, 16), _mm256_srli_epi32(hi, 16)); }
-  void store_low(int16_t* p) const {
-    const __m256i mask = _mm256_set1_epi32(0xFFFF);
-    store_packed(p, _mm256_and_si256(lo, mask), _mm256_and_si256(hi, mask));
-  }
-  void store_low(int8_t* p) const {
-    const __m256i x = packed(_mm256_packs_epi32(lo, hi));
-    store_16(p, _mm_packs_epi16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
-  }
-  void store_low(uint8_t* p) const {
-    const __m256i x = packed(_mm256_packs_epi32(lo, hi));
-    store_16(p, _mm_packus_epi16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
+    _mm256_store_si256(halves, lo);
+    _mm256_store_si256(halves + 1, hi);
   }
   friend BitsAvx2 operator+(BitsAvx2 a, BitsAvx2 b) {
     return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
-  }
-  friend BitsAvx2 operator-(BitsAvx2 a, BitsAvx2 b) {
-    return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)};
   }
   friend BitsAvx2 operator*(BitsAvx2 a, BitsAvx2 b) {
     return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
@@ -94,37 +153,27 @@ struct BitsAvx2 {
     const __m128i two = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4E));
     return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epu32(two, _mm_shuffle_epi32(two, 0xB1))));
   }
-  [[nodiscard]] BitsAvx2 abs() const { return {_mm256_abs_epi32(lo), _mm256_abs_epi32(hi)}; }
-  [[nodiscard]] BitsAvx2 negated_where_negative(BitsAvx2 sign) const {
-    return {_mm256_sign_epi32(lo, sign.lo), _mm256_sign_epi32(hi, sign.hi)};
-  }
-  static BitsAvx2 keep_where_equal(BitsAvx2 a, BitsAvx2 b, BitsAvx2 c) {
-    return {_mm256_and_si256(a.lo, _mm256_cmpeq_epi32(b.lo, c.lo)),
-            _mm256_and_si256(a.hi, _mm256_cmpeq_epi32(b.hi, c.hi))};
-  }
-
- private:
-  // Packing works within 128-bit halves: the middle quarters change places afterwards.
-  static constexpr int kSwapMiddle = 0xD8;
-  static __m256i packed(__m256i halves) { return _mm256_permute4x64_epi64(halves, kSwapMiddle); }
-  static void store_packed(void* p, __m256i low, __m256i high) {
-    _mm256_storeu_si256(static_cast<__m256i*>(p), packed(_mm256_packus_epi32(low, high)));
-  }
-  static __m128i load_8(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
-  static void store_16(void* p, __m128i bytes) { _mm_storeu_si128(static_cast<__m128i*>(p), bytes); }
 };
 
+template <class Order = InOrder>
 struct VecAvx2 {
-  using Bits = BitsAvx2;
+  using Bits = BitsAvx2<Order>;
+  using Words = Words256;
   static constexpr size_t width = 16;
   __m256 lo, hi;
 
   static VecAvx2 set(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
-  static VecAvx2 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-  static VecAvx2 load(const Bf16* p) { return from_bits(Bits::load_high(p)); }
-  void store(float* p) const {
-    _mm256_storeu_ps(p, lo);
-    _mm256_storeu_ps(p + 8, hi);
+  static VecAvx2 load(const float* p) {
+    VecAvx2 vec;
+    Order::load(p, vec.lo, vec.hi);
+    return vec;
+  }
+  static VecAvx2 load(const Bf16* p) { return from_bits(Bits::from_high(Words::load(p))); }
+  void store(float* p) const { Order::store(p, lo, hi); }
+  static VecAvx2 load_scratch(const float* p) { return {_mm256_load_ps(p), _mm256_load_ps(p + 8)}; }
+  void store_scratch(float* p) const {
+    _mm256_store_ps(p, lo);
+    _mm256_store_ps(p + 8, hi);
   }
   static VecAvx2 from_bits(Bits bits) { return {_mm256_castsi256_ps(bits.lo), _mm256_castsi256_ps(bits.hi)}; }
   [[nodiscard]] Bits bits() const { return {_mm256_castps_si256(lo), _mm256_castps_si256(hi)}; }
@@ -135,6 +184,12 @@ struct VecAvx2 {
     return {_mm256_castps_si256(low), _mm256_castps_si256(high)};
   }
 
+  static VecAvx2 choose(bool condition, VecAvx2 a, VecAvx2 b) {
+    return {condition ? a.lo : b.lo, condition ? a.hi : b.hi};
+  }
+  friend VecAvx2 operator+(VecAvx2 a, VecAvx2 b) {
+    return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};
+  }
   friend VecAvx2 operator-(VecAvx2 a, VecAvx2 b) {
     return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)};
   }

@@ -8,32 +8,32 @@
 #pragma GCC diagnostic pop
 
 #include "optim/kernel_table.h"
+#include "optim/words_256.h"
 
 namespace offload::optim {
 namespace {  // see Note [Internal linkage]
 
 struct BitsAvx512 {
+  using Words = Words256;
   __m512i x;
 
   static BitsAvx512 set(uint32_t value) { return {_mm512_set1_epi32(static_cast<int>(value))}; }
   static BitsAvx512 count_from(uint32_t first) {
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return {_mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first)), lanes)};
+    const __m512i numbers = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return {_mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first)), numbers)};
   }
-  static BitsAvx512 load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
-  static BitsAvx512 load_high(const Bf16* p) {
-    return {_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_16(p)), 16)};
+  static BitsAvx512 from_halves(Words low, Words high) {
+    return {_mm512_or_si512(from_high(high).x, _mm512_cvtepu16_epi32(low.x))};
   }
-  static BitsAvx512 load_low(const int16_t* p) { return {_mm512_cvtepi16_epi32(load_16(p))}; }
-  static BitsAvx512 load_low(const int8_t* p) { return {_mm512_cvtepi8_epi32(load_bytes(p))}; }
-  static BitsAvx512 load_low(const uint8_t* p) { return {_mm512_cvtepu8_epi32(load_bytes(p))}; }
-  void store(uint32_t* p) const { _mm512_storeu_si512(p, x); }
-  void store_high(Bf16* p) const { store_16(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16))); }
-  void store_low(int16_t* p) const { store_16(p, _mm512_cvtepi32_epi16(x)); }
-  void store_low(int8_t* p) const { store_bytes(p, _mm512_cvtepi32_epi8(x)); }
-  void store_low(uint8_t* p) const { store_bytes(p, _mm512_cvtusepi32_epi8(x)); }
+  static BitsAvx512 from_high(Words high) { return {_mm512_slli_epi32(_mm512_cvtepu16_epi32(high.x), 16)}; }
+  [[nodiscard]] Words low() const { return {_mm512_cvtepi32_epi16(x)}; }
+  template <int count = 0>
+  [[nodiscard]] Words high() const {
+    return {_mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16 + count))};
+  }
+  static BitsAvx512 load_scratch(const uint32_t* p) { return {_mm512_load_si512(p)}; }
+  void store_scratch(uint32_t* p) const { _mm512_store_si512(p, x); }
   friend BitsAvx512 operator+(BitsAvx512 a, BitsAvx512 b) { return {_mm512_add_epi32(a.x, b.x)}; }
-  friend BitsAvx512 operator-(BitsAvx512 a, BitsAvx512 b) { return {_mm512_sub_epi32(a.x, b.x)}; }
   friend BitsAvx512 operator*(BitsAvx512 a, BitsAvx512 b) { return {_mm512_mullo_epi32(a.x, b.x)}; }
   friend BitsAvx512 operator^(BitsAvx512 a, BitsAvx512 b) { return {_mm512_xor_si512(a.x, b.x)}; }
   friend BitsAvx512 operator&(BitsAvx512 a, BitsAvx512 b) { return {_mm512_and_si512(a.x, b.x)}; }
@@ -48,30 +48,20 @@ struct BitsAvx512 {
   static BitsAvx512 min(BitsAvx512 a, BitsAvx512 b) { return {_mm512_min_epu32(a.x, b.x)}; }
   static BitsAvx512 max(BitsAvx512 a, BitsAvx512 b) { return {_mm512_max_epu32(a.x, b.x)}; }
   [[nodiscard]] uint32_t largest() const { return _mm512_reduce_max_epu32(x); }
-  [[nodiscard]] BitsAvx512 abs() const { return {_mm512_abs_epi32(x)}; }
-  [[nodiscard]] BitsAvx512 negated_where_negative(BitsAvx512 sign) const {
-    return {_mm512_mask_sub_epi32(x, _mm512_movepi32_mask(sign.x), _mm512_setzero_si512(), x)};
-  }
-  static BitsAvx512 keep_where_equal(BitsAvx512 a, BitsAvx512 b, BitsAvx512 c) {
-    return {_mm512_maskz_mov_epi32(_mm512_cmpeq_epi32_mask(b.x, c.x), a.x)};
-  }
-
- private:
-  static __m256i load_16(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-  static __m128i load_bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
-  static void store_bytes(void* p, __m128i value) { _mm_storeu_si128(static_cast<__m128i*>(p), value); }
-  static void store_16(void* p, __m256i value) { _mm256_storeu_si256(static_cast<__m256i*>(p), value); }
 };
 
 struct VecAvx512 {
   using Bits = BitsAvx512;
+  using Words = Words256;
   static constexpr size_t width = 16;
   __m512 x;
 
   static VecAvx512 set(float value) { return {_mm512_set1_ps(value)}; }
   static VecAvx512 load(const float* p) { return {_mm512_loadu_ps(p)}; }
-  static VecAvx512 load(const Bf16* p) { return from_bits(Bits::load_high(p)); }
+  static VecAvx512 load(const Bf16* p) { return from_bits(Bits::from_high(Words::load(p))); }
   void store(float* p) const { _mm512_storeu_ps(p, x); }
+  static VecAvx512 load_scratch(const float* p) { return {_mm512_load_ps(p)}; }
+  void store_scratch(float* p) const { _mm512_store_ps(p, x); }
   static VecAvx512 from_bits(Bits bits) { return {_mm512_castsi512_ps(bits.x)}; }
   [[nodiscard]] Bits bits() const { return {_mm512_castps_si512(x)}; }
   Bits canonical_bits() const {
@@ -79,6 +69,8 @@ struct VecAvx512 {
     return {_mm512_mask_mov_epi32(_mm512_castps_si512(x), _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan)};
   }
 
+  static VecAvx512 choose(bool condition, VecAvx512 a, VecAvx512 b) { return {condition ? a.x : b.x}; }
+  friend VecAvx512 operator+(VecAvx512 a, VecAvx512 b) { return {_mm512_add_ps(a.x, b.x)}; }
   friend VecAvx512 operator-(VecAvx512 a, VecAvx512 b) { return {_mm512_sub_ps(a.x, b.x)}; }
   friend VecAvx512 operator*(VecAvx512 a, VecAvx512 b) { return {_mm512_mul_ps(a.x, b.x)}; }
   friend VecAvx512 operator/(VecAvx512 a, VecAvx512 b) { return {_mm512_div_ps(a.x, b.x)}; }

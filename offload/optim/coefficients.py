@@ -28,7 +28,8 @@ class AdamCoefficients(NamedTuple):
     """beta1 <= 0.5: interpolate from the nearer end, as torch.lerp does."""
     beta2: float
     one_minus_beta2: float
-    bias2_sqrt_inverse: float
+    bias2_sqrt: float
+    """sqrt(1 - beta2^step)."""
     eps: float
     step_size: float
     """lr / (1 - beta1^step)."""
@@ -53,7 +54,7 @@ def make_coefficients(segment: Segment, adamw_mode: bool) -> AdamCoefficients:
         lerp_from_grad=lerp_from_grad,
         beta2=to_fp32(segment.beta2),
         one_minus_beta2=to_fp32(1 - segment.beta2),
-        bias2_sqrt_inverse=to_fp32(1 / math.sqrt(bias2)),
+        bias2_sqrt=to_fp32(math.sqrt(bias2)),
         eps=to_fp32(segment.eps),
         step_size=to_fp32(segment.lr / bias1),
     )

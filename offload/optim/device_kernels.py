@@ -283,11 +283,11 @@ def _adam_slice(
     exp_avg_sq.mul_(c.beta2)
     torch.mul(g, c.one_minus_beta2, out=t)
     _fma(t, g, exp_avg_sq, exp_avg_sq, scratch)
-    t.copy_(scratch.wide[0].copy_(exp_avg_sq).sqrt_())  # see Note [Division and square root]
-    _fma(t, c.bias2_sqrt_inverse, c.eps, t, scratch)
+    numerator, denominator = scratch.wide[0], scratch.wide[1]  # see Note [Division and square root]
+    t.copy_(numerator.copy_(exp_avg_sq).sqrt_())
+    t.copy_(numerator.copy_(t).div_(denominator.fill_(c.bias2_sqrt))).add_(c.eps)
     torch.mul(exp_avg, c.step_size, out=g)
-    numerator, denominator = scratch.wide[0].copy_(g), scratch.wide[1].copy_(t)
-    p.sub_(g.copy_(numerator.div_(denominator)))
+    p.sub_(g.copy_(numerator.copy_(g).div_(denominator.copy_(t))))
     if residual is not None:
         _split_bits(p.view(torch.int32), t.view(torch.int32), weight, residual)
 

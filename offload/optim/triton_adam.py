@@ -43,7 +43,7 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
     lerp_weight,
     beta2,
     one_minus_beta2,
-    bias2_sqrt_inverse,
+    bias2_sqrt,
     eps,
     step_size,
     SPLIT_MASTER: tl.constexpr,
@@ -71,7 +71,7 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
     v = tl.load(exp_avg_sq + i, mask=inside, other=0.0) * beta2
     v = tl.fma(one_minus_beta2 * g, g, v)
     root = tl.sqrt(v.to(tl.float64)).to(tl.float32)
-    denominator = tl.fma(root, bias2_sqrt_inverse, eps)
+    denominator = (root.to(tl.float64) / bias2_sqrt.to(tl.float64)).to(tl.float32) + eps
     quotient = ((step_size * m).to(tl.float64) / denominator.to(tl.float64)).to(tl.float32)
     p = p - quotient
     tl.store(exp_avg + i, m, mask=inside)
@@ -121,7 +121,7 @@ def adam_segments(
                     c.lerp_weight,
                     c.beta2,
                     c.one_minus_beta2,
-                    c.bias2_sqrt_inverse,
+                    c.bias2_sqrt,
                     c.eps,
                     c.step_size,
                     SPLIT_MASTER=residual is not None,

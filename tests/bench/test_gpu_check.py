@@ -1,7 +1,6 @@
 """The GPU check on the test accelerator, in its smallest size: it must be ready the day there is a GPU."""
 
 import json
-import time
 
 import pytest
 import torch
@@ -16,10 +15,8 @@ def out(tmp_path):
 
 
 def test_every_section_runs_to_its_end_without_a_gpu(out, capfd):
-    begin = time.monotonic()
     arguments = ["--device", "test", "--smoke", "--out", str(out)]
     assert gpu_check.main(arguments) == 0, capfd.readouterr().out
-    assert time.monotonic() - begin < 40
     report = json.loads(out.read_text())
     assert [section["name"] for section in report["sections"]] == [s.name for s in gpu_check.SECTIONS]
     assert {section["status"] for section in report["sections"]} == {"ok"}

@@ -95,7 +95,7 @@ for number, seconds, update in moments:
     begun = time.monotonic()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     seconds = time.monotonic() - begun
-    print(number.name, status, swap_left(), seconds < 5, flush=True)
+    print(number.name, status, swap_left(), seconds < 30, flush=True)
 """
 
 

@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> str:
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a script in a fresh interpreter, where limits and signals can be changed."""
 
-    def run(script: str, *arguments: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+    def run(script: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-W", "error", "-c", script, *arguments]
         environment = {**os.environ, "PYTHONPATH": str(Path(aio.__file__).parents[2])}
         return subprocess.run(

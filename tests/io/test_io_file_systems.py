@@ -146,8 +146,12 @@ def test_tmpfs(mount, backend):
 
 @pytest.mark.parametrize(
     ("reads", "size"),
-    [(range(0, 64 * MiB, 16 * MiB), 16 * MiB), (range(0, 64 * MiB, 192 * 1024), 192 * 1024)]
-    + [(range(60 * MiB, -1, -4 * MiB), 4 * MiB), (range(5000, 60 * MiB, 1_500_000), 1_500_000)],
+    [
+        (range(0, 64 * MiB, 16 * MiB), 16 * MiB),
+        (range(0, 64 * MiB, 192 * 1024), 192 * 1024),
+        (range(60 * MiB, -1, -4 * MiB), 4 * MiB),
+        (range(5000, 60 * MiB, 1_500_000), 1_500_000),
+    ],
     ids=["large", "short", "backwards", "odd"],
 )
 def test_buffered_fallback_keeps_the_page_cache_small(path, backend, reads, size):

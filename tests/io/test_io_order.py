@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import threading
-import time
 import weakref
 
 import numpy as np
@@ -97,7 +96,7 @@ def test_sync_passes_reads_and_failed_writes(path, backend):
 
 
 def test_wait_lets_other_threads_run(path, backend):
-    with aio.Queue(path, backend=backend, faults={"delay_ms": 300}) as queue:
+    with aio.Queue(path, backend=backend, faults={"delay_ms": 1000}) as queue:
         ticket = queue.write(b"x", 0)
         ran_while_waiting = threading.Event()
 
@@ -113,18 +112,16 @@ def test_wait_lets_other_threads_run(path, backend):
 
 
 def test_wait_with_timeout(path, backend):
-    with aio.Queue(path, backend=backend, faults={"delay_ms": 600}) as queue:
+    with aio.Queue(path, backend=backend, faults={"delay_ms": 1500}) as queue:
         ticket = queue.write(b"x", 7)
-        begun = time.monotonic()
         with pytest.raises(TimeoutError, match="write of 1 bytes at offset 7"):
             ticket.wait(0.02)
         with pytest.raises(TimeoutError):
             ticket.wait(0)
-        assert time.monotonic() - begun < 0.5
         assert not ticket.done()
         ticket.wait(30)
         assert ticket.done()
-        assert ticket.seconds >= 0.6
+        assert ticket.seconds >= 1.5
 
 
 def test_dropped_ticket_keeps_its_buffer(path, backend):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import re
 import time
 import weakref
 from pathlib import Path
@@ -81,10 +82,8 @@ def test_a_long_wait_is_reported(path, backend, caplog):
         queue.write(b"y" * 300, 700).wait()
     lines = stalls(caplog)
     assert 1 <= len(lines) <= 3  # at 0.2, 0.4 and 0.8 s
-    assert f"{path}: waiting for write since 0." in lines[0]
-    assert "the oldest request is a write of 300 bytes at offset 700, for 0.2" in lines[0].replace(
-        "0.3 s", "0.2 s"
-    )
+    assert f"{path}: waiting for write since " in lines[0]
+    assert re.search(r"the oldest request is a write of 300 bytes at offset 700, for [01]\.\d s", lines[0])
     assert f"({backend})" in lines[0]
 
 
@@ -119,7 +118,7 @@ def test_lost_completion(path, backend, operation, caplog):
         assert (caught.value.errno, caught.value.operation) == (errno.ETIMEDOUT, operation)
     assert (caught.value.offset, caught.value.size) == (4096, 64 * KiB)
     assert lost.done()
-    assert 0.6 <= time.monotonic() - begun < 10
+    assert 0.6 <= time.monotonic() - begun < 60
     assert f"the oldest request is a {operation} of " in stalls(caplog)[0]
     other = page_aligned(64 * KiB)
     queue.write(other, 512 * KiB).wait()  # the queue has three slots left
@@ -135,7 +134,7 @@ def test_lost_completion(path, backend, operation, caplog):
     gc.collect()
     assert alive() is not None
     assert "closed with requests that were not answered within 0.6 s" in caplog.text
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
 
 
 def test_all_slots_lost(path, backend):
@@ -160,21 +159,30 @@ def test_all_slots_lost(path, backend):
     with pytest.raises(TransferError):
         polled.wait()
     queue.close()
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
+
+
+def usable(queue: aio.Queue, buffer: object) -> bool:
+    try:
+        queue.read(buffer, 0).wait()
+    except TransferError as error:
+        assert error.errno == errno.ETIMEDOUT
+        return False
+    return True
 
 
 def test_a_late_answer_frees_the_memory(path, backend):
     """Late is not lost: the ticket has failed, the memory may be used again once the answer is there."""
     with aio.Queue(
-        path, backend=backend, timeout_seconds=0.2, faults={"delay_at": 1, "delay_ms": 900}
+        path, backend=backend, timeout_seconds=0.5, faults={"delay_at": 1, "delay_ms": 1500}
     ) as queue:
         buffer = page_aligned(4096)
         ticket = queue.write(buffer, 0)
         with pytest.raises(TransferError) as caught:
             ticket.wait()
         assert caught.value.errno == errno.ETIMEDOUT
-        time.sleep(1.0)
-        queue.read(buffer, 0).wait()
+        while not usable(queue, buffer):
+            time.sleep(0.05)
         with pytest.raises(TransferError):
             ticket.wait()
 
@@ -182,12 +190,12 @@ def test_a_late_answer_frees_the_memory(path, backend):
 def test_a_slow_drive_is_not_a_dead_one(path, backend):
     """Every request is answered soon, and the last transfer waits for long: it does not fail."""
     with aio.Queue(
-        path, backend=backend, queue_depth=1, request_bytes=4096, timeout_seconds=0.3, faults={"delay_ms": 40}
+        path, backend=backend, queue_depth=1, request_bytes=4096, timeout_seconds=1.0, faults={"delay_ms": 40}
     ) as queue:
-        tickets = [queue.write(page_aligned(4096), i * 4096) for i in range(20)]
+        tickets = [queue.write(page_aligned(4096), i * 4096) for i in range(40)]
         for ticket in tickets:
             ticket.wait()
-        assert tickets[-1].seconds > 0.6
+        assert tickets[-1].seconds > 1.5
 
 
 EXIT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 
 import pytest
@@ -29,11 +30,11 @@ def test_seconds_at_depth(path, backend):
 
 
 def test_a_request_that_is_still_in_flight_counts(path, backend):
-    with aio.Queue(path, backend=backend, faults={"delay_ms": 400}) as queue:
+    with aio.Queue(path, backend=backend, faults={"delay_ms": 1500}) as queue:
         ticket = queue.write(b"x", 0)
         time.sleep(0.15)
         stats = queue.stats().write
-        assert 0 < stats.seconds_busy == sum(stats.seconds_at_depth.values()) < 0.4
+        assert 0 < stats.seconds_busy == sum(stats.seconds_at_depth.values()) < 1.5
         assert stats.requests == 0 == stats.seconds_latency_p50
         ticket.wait()
 
@@ -52,13 +53,15 @@ def test_latency_percentiles(path, backend):
 
 
 def test_percentiles_are_as_fine_as_promised(path, backend):
-    """All requests take about the same time, so every percentile is near the mean."""
+    """The median is that of the requests, which their tickets tell a little later."""
     with aio.Queue(path, backend=backend, faults={"delay_ms": 60}) as queue:
+        seconds = []
         for i in range(7):
-            queue.write(b"x", i).wait()
+            ticket = queue.write(b"x", i)
+            ticket.wait()
+            seconds.append(ticket.seconds)
         stats = queue.stats().write
-    assert stats.seconds_latency_p50 == pytest.approx(stats.seconds_latency / 7, rel=0.15)
-    assert stats.seconds_latency_p50 >= 0.06 * 0.97
+    assert 0.06 * 0.97 <= stats.seconds_latency_p50 <= statistics.median(seconds) * 1.06
 
 
 def test_cpu_seconds(path, backend):

@@ -110,7 +110,7 @@ class State:
         bits = canonical_bits(master).astype(np.int64)
         unit = 256 if self.residual.itemsize == 1 else 1
         if unit == 256:
-            bits = (bits + (noise >> 16 & 0xFF)) // unit * unit
+            bits = (bits + (noise & 0xFF)) // unit * unit
         high = (bits + 0x8000) >> 16
         self.weight[at] = high.astype(np.uint16)
         self.residual[at] = (bits - (high << 16)) // unit
@@ -196,6 +196,6 @@ def _step(
     p = p * f["keep"]
     m = fma(f["lerp_weight"], g - m_old, g if c.lerp_from_grad else m_old)
     v = fma(f["one_minus_beta2"] * g, g, v_old * f["beta2"])
-    denominator = fma(np.sqrt(v), f["bias2_sqrt_inverse"], f["eps"])
+    denominator = np.sqrt(v) / f["bias2_sqrt"] + f["eps"]
     state.set_moments(at, m, v, noise)
     state.set_master(at, p - f["step_size"] * m / denominator, noise)

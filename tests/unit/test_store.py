@@ -316,6 +316,7 @@ def test_a_store_that_cannot_open_leaves_nothing(swap_path, setting, monkeypatch
         SwapStore.open(one(swap_path), plan_of(), settings, Ledger())
 
 
+@pytest.mark.usefixtures("every_drive")
 def test_the_file_has_its_space_from_the_start(swap_path):
     plan = plan_of(sizes=(1 << 20,))
     store = SwapStore.open(one(swap_path), plan, Aio(), Ledger())
@@ -343,6 +344,7 @@ def assert_tiled(extents, path, size):
 
 
 @FORMATS
+@pytest.mark.usefixtures("every_drive")
 def test_planes_come_back_as_written(swap_path, formats):
     """Weights and states, written in one order and read in another; the ledger counts."""
     plan, ledger = plan_of(formats), Ledger()
@@ -376,6 +378,7 @@ def test_planes_come_back_as_written(swap_path, formats):
 
 
 @FORMATS
+@pytest.mark.usefixtures("every_drive")
 def test_moments_never_written_are_zeros_and_cost_nothing(swap_path, formats):
     plan, ledger = plan_of(formats), Ledger()
     store = SwapStore.open(one(swap_path), plan, Aio(), ledger)

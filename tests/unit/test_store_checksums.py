@@ -84,11 +84,12 @@ def formats(request):
 
 
 @pytest.mark.parametrize("drives", [1, 3])
+@pytest.mark.usefixtures("every_drive")
 def test_every_flipped_byte_is_found_and_named(tmp_path, formats, drives):
     planes = Planes(tmp_path, formats, drives)
     rng = random.Random(drives)
     assert planes.errors() == []
-    for _ in range(60):
+    for _ in range(12):
         path = rng.randrange(drives)
         with open(planes.files[path], "r+b") as file:
             at = rng.randrange(planes.files[path].stat().st_size)
@@ -109,10 +110,11 @@ def test_every_flipped_byte_is_found_and_named(tmp_path, formats, drives):
     planes.store.close()
 
 
+@pytest.mark.usefixtures("every_drive")
 def test_parts_of_planes_are_written_and_checked(tmp_path, formats):
     """Any pages of a weight plane, the residual plane alone, whole chunks, in any order."""
     planes, rng = Planes(tmp_path, formats, drives=2), random.Random(5)
-    for _ in range(60):
+    for _ in range(25):
         unit = rng.randrange(len(planes.weights))
         plane = planes.weights[unit]
         begin, end = sorted(PAGE * rng.randrange(plane.numel() // PAGE + 1) for _ in range(2))
@@ -130,6 +132,7 @@ def test_parts_of_planes_are_written_and_checked(tmp_path, formats):
     planes.store.close()
 
 
+@pytest.mark.usefixtures("every_drive")
 def test_a_write_that_is_lost_is_found(tmp_path):
     """The drive says yes and keeps the old bytes."""
     planes = Planes(tmp_path)

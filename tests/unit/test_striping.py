@@ -86,6 +86,7 @@ def paths_under(tmp_path, *weights):
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (3, 1), (1, 2, 5, 1), (None, None)])
+@pytest.mark.usefixtures("every_drive")
 def test_planes_come_back_from_several_paths(tmp_path, weights, nothing_left_behind):
     plan, ledger = plan_of([2 * MiB, 5000, 1 * MiB]), Ledger()
     paths = paths_under(tmp_path, *weights)
@@ -122,6 +123,7 @@ def test_planes_come_back_from_several_paths(tmp_path, weights, nothing_left_beh
     assert not any(any(drive.iterdir()) for drive in tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("every_drive")
 def test_weights_and_states_on_paths_of_their_own(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -135,6 +137,7 @@ def test_weights_and_states_on_paths_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
+@pytest.mark.usefixtures("every_drive")
 def test_one_bad_path_leaves_nothing_on_any(tmp_path, broken, nothing_left_behind):
     paths = paths_under(tmp_path, 1, 1, 1)
     bad = tmp_path / f"drive{broken}"
