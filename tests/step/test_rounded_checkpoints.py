@@ -12,6 +12,7 @@ import torch
 from models import Placement, Training, half_up, prepared, steps, train_offloaded
 
 import offload
+from offload import construct
 from offload.access import read_weight
 from offload.errors import CheckpointError
 
@@ -163,3 +164,27 @@ def test_values_written_between_steps(state, swap_path):
                 expected[0] = 0.5
             assert torch.equal(offload.read_master(engine, stored), expected), stored.name
         steps(model, optimizer, training.batches()[2:])
+
+
+@pytest.mark.parametrize(("param", "state"), [("nvme", "nvme"), ("cpu", "cpu")])
+def test_a_prepare_that_breaks_off_gives_back_what_the_planes_hold(param, state, swap_path, monkeypatch):
+    """Of a trained fp32 value 24 bits, rounded; of what had not been taken yet, all."""
+    training = Training("bf16", "int8")
+    model, reference = training.model(), dict(training.model().named_parameters())
+    left = [construct.initial_value] * (len(reference) - 1)
+
+    def broken(param):
+        if not left:
+            raise RuntimeError("the checkpoint ends here")
+        return left.pop()(param)
+
+    monkeypatch.setattr("offload.construct.initial_value", broken)
+    with pytest.raises(RuntimeError, match="ends here"):
+        offload.prepare(model, training.config(Placement(param, state), swap_path))
+    rounded = 0
+    for name, value in model.named_parameters():
+        was = reference[name].detach()
+        kept = ((was.view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
+        assert torch.equal(value, kept) or torch.equal(value, was), name
+        rounded += not torch.equal(value, was)
+    assert rounded > 4
