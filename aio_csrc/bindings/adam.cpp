@@ -188,9 +188,11 @@ void run_encode_moments(const py::buffer& exp_avg_buffer, const py::buffer& exp_
   const size_t count = exp_avg.count();
   const StatePlanes state(to_exp_avg, to_exp_avg_sq, to_scale, count, true);
   if (state.format() == optim::StateFormat::kFp32) throw std::invalid_argument("fp32 moments need no coding");
-  std::vector<const Array*> arrays = state.arrays();
-  arrays.insert(arrays.end(), {&exp_avg, &exp_avg_sq});
-  refuse_overlap(arrays);
+  for (const Array* source : {&exp_avg, &exp_avg_sq}) {  // these two may be one array
+    std::vector<const Array*> arrays = state.arrays();
+    arrays.push_back(source);
+    refuse_overlap(arrays);
+  }
   const auto* m = exp_avg.elements<float>(count);
   const auto* v = exp_avg_sq.elements<float>(count);
   const py::gil_scoped_release nogil;
