@@ -254,6 +254,17 @@ def train_offloaded(training: Training, placement: Placement, swap_path: Any) ->
     return outcome
 
 
+def _schedule(training: Training, optimizer: torch.optim.Optimizer) -> Any:
+    if not training.schedule:
+        return None
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
+def half_up(master: torch.Tensor) -> torch.Tensor:
+    """bf16 with ties away from zero, by the definition: add half of the last place, cut off."""
+    return ((master.detach().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
 @contextlib.contextmanager
 def prepared(
     training: Training, placement: Placement, swap_path: Any, model: nn.Module | None = None
@@ -275,14 +286,3 @@ def steps(model: nn.Module, optimizer: Any, batches: Iterable[torch.Tensor]) -> 
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def _schedule(training: Training, optimizer: torch.optim.Optimizer) -> Any:
-    if not training.schedule:
-        return None
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-
-
-def half_up(master: torch.Tensor) -> torch.Tensor:
-    """bf16 with ties away from zero, by the definition: add half of the last place, cut off."""
-    return ((master.detach().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
