@@ -19,6 +19,7 @@ _HOME = {
     "CheckpointError": "errors",
     "StoreError": "errors",
     "OffloadConfig": "config",
+    "CPUAdam": "optim.cpu_adam",
     "aio": "aio",
     "kernels": "optim.kernels",
     "prepare": "api",
@@ -32,6 +33,7 @@ _HOME = {
 }
 
 __all__ = [
+    "CPUAdam",
     "CheckpointError",
     "ConfigError",
     "OffloadConfig",
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from .errors import CheckpointError, ConfigError, OffloadError, PlanError, StoreError, TransferError
     from .integrations.deepspeed import initialize
     from .optim import kernels
+    from .optim.cpu_adam import CPUAdam
 
 
 def __getattr__(name: str) -> Any:

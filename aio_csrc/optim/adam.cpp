@@ -87,23 +87,24 @@ size_t work_end(size_t begin, uint64_t element, StateFormat format) {
 
 // The one place where hyper-parameters lose their double precision; offload/optim/coefficients.py repeats it
 // for other devices.
-AdamCoefficients make_coefficients(const AdamSegment& s, bool decoupled, double grad_scale) {
+AdamCoefficients make_coefficients(const AdamSegment& s, const AdamOptions& options, StateFormat format) {
   const auto step = static_cast<double>(s.step);
   const double bias1 = 1 - std::pow(s.beta1, step);
-  const double bias2 = 1 - std::pow(s.beta2, step);
+  const double bias2_sqrt = std::sqrt(1 - std::pow(s.beta2, step));
+  const double folded = format == StateFormat::kFp32 ? 1 : bias2_sqrt;
   const double lerp_weight = 1 - s.beta1;
   const bool lerp_from_grad = lerp_weight >= 0.5;
   return {
-      .grad_scale = static_cast<float>(grad_scale),
-      .keep = decoupled ? static_cast<float>(1 - s.lr * s.weight_decay) : 1.0F,
-      .decay_into_grad = decoupled ? 0.0F : static_cast<float>(s.weight_decay),
+      .grad_scale = static_cast<float>(options.grad_scale),
+      .keep = options.decoupled ? static_cast<float>(1 - s.lr * s.weight_decay) : 1.0F,
+      .decay_into_grad = options.decoupled ? 0.0F : static_cast<float>(s.weight_decay),
       .lerp_weight = static_cast<float>(lerp_from_grad ? lerp_weight - 1 : lerp_weight),
       .lerp_from_grad = lerp_from_grad,
       .beta2 = static_cast<float>(s.beta2),
       .one_minus_beta2 = static_cast<float>(1 - s.beta2),
-      .bias2_sqrt = static_cast<float>(std::sqrt(bias2)),
-      .eps = static_cast<float>(s.eps),
-      .step_size = static_cast<float>(s.lr / bias1),
+      .bias2_sqrt = static_cast<float>(bias2_sqrt),
+      .eps = static_cast<float>(s.eps * folded),
+      .step_size = static_cast<float>(s.lr / bias1 * folded),
   };
 }
 
@@ -119,7 +120,7 @@ void adam_update(const KernelTable& kernels, AdamFormats formats, const AdamPlan
   work.reserve(segments.size() + count / kBlockElements + 1);
   for (size_t i = 0; i < segments.size(); ++i) {
     const AdamSegment& s = segments[i];
-    coefficients.push_back(make_coefficients(s, options.decoupled, options.grad_scale));
+    coefficients.push_back(make_coefficients(s, options, formats.state));
     for (size_t begin = s.begin; begin < s.end;) {
       const uint64_t element = s.element + (begin - s.begin);
       const size_t end = std::min(work_end(begin, element, formats.state), s.end);

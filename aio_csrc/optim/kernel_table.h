@@ -33,8 +33,8 @@ struct AdamCoefficients {
   float beta2;
   float one_minus_beta2;
   float bias2_sqrt;  // sqrt(1 - beta2^step)
-  float eps;
-  float step_size;  // lr / (1 - beta1^step)
+  float eps;         // times bias2_sqrt where moments are rounded
+  float step_size;   // lr / (1 - beta1^step), times bias2_sqrt where moments are rounded
 };
 
 // How the moments are stored. kInt8 is blockwise, beside Bf16 weights only, and has an 8-bit residual.

@@ -45,7 +45,8 @@ struct Fp32Moments {
 // distance from the lower neighbour, which is right on average (Zamirai et al. 2020, "Revisiting BFloat16
 // Training"): a uniform random number below one unit is added to the bit pattern, which is then cut. What
 // needs no rounding stays as it is. The bits come from one hash per element: the upper ones decide exp_avg,
-// the lower ones exp_avg_sq, and those that two uses share are the last of one of them.
+// the lower ones exp_avg_sq, the last eight the int8 residual; what two uses share is the last of one of
+// them.
 
 // 32 random bits per element: the hash "lowbias32" (C. Wellons, hash-prospector), keyed. The second key, in
 // the middle, keeps two steps from being shifted copies of one stream.

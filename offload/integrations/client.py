@@ -1,11 +1,12 @@
 """What a script brings along: its optimizer and its scheduler, taken over without changing what they mean.
 
 Note [Client optimizers]
-Accepted are ``torch.optim.AdamW`` and ``torch.optim.Adam`` before their first step, and whatever is called
-with the parameters and returns one of them (the class itself, a ``functools.partial``, a function). Their
-groups count with lr, betas, eps and weight decay; the class says how weight decay is applied. Switches that
-only choose among torch's implementations (foreach, fused, capturable) mean nothing here, which is logged. All
-that would change the mathematics is refused. The object itself is out of work afterwards: its ``step()`` raises.
+Accepted are ``torch.optim.AdamW``, ``torch.optim.Adam`` and ``offload.CPUAdam`` before their first step, and
+whatever is called with the parameters and returns one of them (the class itself, a ``functools.partial``, a
+function). Their groups count with lr, betas, eps and weight decay; the class says how weight decay is applied.
+Switches that only choose among torch's implementations (foreach, fused, capturable) mean nothing here, which is
+logged. All that would change the mathematics is refused. The object itself is out of work afterwards: its
+``step()`` raises.
 
 Note [Client schedulers]
 A function is called with our optimizer. A scheduler that exists is bound to the script's optimizer: our
@@ -26,12 +27,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..config.training import AdamParams
 from ..config.training import Optimizer as OptimizerConfig
 from ..errors import ConfigError, OffloadError
+from ..ops.adam import DeepSpeedCPUAdam
+from ..optim.cpu_adam import CPUAdam
 
 logger = logging.getLogger("offload")
 
 _ACCEPTED = (
-    "accepted are torch.optim.AdamW, torch.optim.Adam, a callable that makes one of them from the parameters,"
-    " and None with an optimizer block in the configuration"
+    "accepted are torch.optim.AdamW, torch.optim.Adam, offload.CPUAdam, a callable that makes one of them from the"
+    " parameters, and None with an optimizer block in the configuration"
 )
 _REFUSED_SWITCHES = ("amsgrad", "maximize", "differentiable")
 _OTHER_SWITCHES = ("foreach", "fused", "capturable", "decoupled_weight_decay")
@@ -72,7 +75,7 @@ def read_optimizer(given: Any, params: list[Any]) -> ClientOptimizer:
     source = given
     if not isinstance(given, torch.optim.Optimizer) and callable(given):
         source = given(params)
-    if type(source) not in (torch.optim.Adam, torch.optim.AdamW):
+    if type(source) not in (torch.optim.Adam, torch.optim.AdamW, CPUAdam, DeepSpeedCPUAdam):
         made = f"what the callable made, a {type(source).__name__}," if source is not given else _name(source)
         raise ConfigError(f"optimizer: {made} cannot be taken over; {_ACCEPTED}")
     if source.state:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import adam, harness, io, step, tune
+from benchmarks import adam, harness, io, learning, step, tune
 from offload.cli.loads import LOADS
 from offload.cli.search import candidates
 
@@ -112,3 +112,30 @@ def test_the_best_cell_is_not_judged_by_the_rounds_that_picked_it():
     share = tune.share_of_best(cells, "read", steady)
     assert share == pytest.approx((10 / 10 + 10 / 5) / 2)
     assert cells.best("read", 1) == [lucky]
+
+
+def test_learning(tmp_path, monkeypatch, capsys):
+    """Three steps of every contestant; those that are kept are not trained again."""
+    monkeypatch.setattr(learning, "RESULTS", tmp_path / "learning.md")
+    kept = tmp_path / "kept.json"
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.py").write_text("for i in range(3):\n    print(i)\n" * 200)
+    small = [f"--data={tmp_path / 'text'}", "--seeds=1", "--steps=3", "--every=2", "--width=64", "--layers=1"]
+    small += ["--seq=32", "--batch=2", f"--kept={kept}"]
+    assert learning.main([*small, "--results"]) == 0
+    curves = json.loads(kept.read_text())
+    assert [*curves] == [f"{name}/0" for name in learning.CONTESTANTS]
+    assert all([step for step, _ in curve] == [2, 3] for curve in curves.values())
+    last = [curve[-1][1] for curve in curves.values()]
+    assert last == pytest.approx([last[0]] * 4, rel=1e-3) and last[0] < curves["fp32/0"][0][1]
+    assert (tmp_path / "learning.md").read_text().count("| int8 |") == 1
+    monkeypatch.setattr(learning, "train", None)
+    capsys.readouterr()
+    assert learning.main([*small, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["difference"] == 0
+
+
+def test_learning_rate_goes_up_and_down():
+    rates = [learning.lr_at(step, 100, 1.0) for step in range(100)]
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] == pytest.approx(0.1, abs=2e-3)

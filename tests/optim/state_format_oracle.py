@@ -5,6 +5,7 @@ Arithmetic is fp64 rounded once where the kernels round once, and elements are t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -196,6 +197,10 @@ def _step(
     p = p * f["keep"]
     m = fma(f["lerp_weight"], g - m_old, g if c.lerp_from_grad else m_old)
     v = fma(f["one_minus_beta2"] * g, g, v_old * f["beta2"])
-    denominator = np.sqrt(v) / f["bias2_sqrt"] + f["eps"]
+    step_size, denominator = f["step_size"], np.sqrt(v) / f["bias2_sqrt"] + f["eps"]
+    if state.format != "fp32":  # the division is folded into both ends of the fraction
+        bias1, bias2_sqrt = 1 - segment.beta1**segment.step, math.sqrt(1 - segment.beta2**segment.step)
+        step_size = np.float32(segment.lr / bias1 * bias2_sqrt)
+        denominator = np.sqrt(v) + np.float32(segment.eps * bias2_sqrt)
     state.set_moments(at, m, v, noise)
-    state.set_master(at, p - f["step_size"] * m / denominator, noise)
+    state.set_master(at, p - step_size * m / denominator, noise)

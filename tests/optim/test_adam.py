@@ -57,8 +57,8 @@ def test_hundred_steps_equal_torch(format_: str) -> None:
 
 
 @pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="torch's fused Adam has no vectors with fused multiply-add here",
+    torch.backends.cpu.get_cpu_capability() != "AVX2",
+    reason="torch's fused Adam was compared with ours on AVX2 only: elsewhere it may round in other places",
 )
 @pytest.mark.parametrize("adamw_mode", [True, False])
 @pytest.mark.parametrize(

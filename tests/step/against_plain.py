@@ -50,7 +50,7 @@ def train_plain(
         if not bf16_is_native():
             WideLinears(model)
     trained = {name: param for name, param in masters.items() if param.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=lr, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(trained.values(), lr=lr, weight_decay=0.01, fused=True)
     for batch in batches:
         loss = loss_of(model, batch)
         loss.backward()

@@ -167,6 +167,10 @@ class Outcome:
     def assert_same_bits(self, other: Outcome) -> None:
         assert self.losses == other.losses
         assert self.norms == other.norms
+        self.assert_same_state(other)
+
+    def assert_same_state(self, other: Outcome) -> None:
+        """Masters and moments, bit by bit."""
         assert self.masters.keys() == other.masters.keys()
         for name, value in self.masters.items():
             assert torch.equal(value, other.masters[name]), name
@@ -175,7 +179,11 @@ class Outcome:
 
 
 def train_plain(training: Training) -> Outcome:
-    """The oracle: torch's own Adam or AdamW over fp32 master weights, everything in memory."""
+    """The oracle: torch's own fused Adam or AdamW over fp32 master weights, everything in memory.
+
+    Two things are ours, so that all bits can be compared: what a weight halfway between two bf16 values becomes,
+    and the coefficient of clipping from a norm in fp64.
+    """
     model, outcome = training.model(), Outcome()
     masters = dict(model.named_parameters())
     if training.precision == "bf16":
@@ -183,11 +191,12 @@ def train_plain(training: Training) -> Outcome:
             name: nn.Parameter(param.detach().clone(), param.requires_grad) for name, param in masters.items()
         }
         model.to(torch.bfloat16)
+        _round_weights(model, masters)
         if not bf16_is_native():
             WideLinears(model)  # torch's own products differ in the last place, and are very slow
     groups = training.param_groups(masters)
     kind = torch.optim.AdamW if training.adamw else torch.optim.Adam
-    optimizer = kind(groups, lr=1e-3, weight_decay=0.01)
+    optimizer = kind(groups, lr=1e-3, weight_decay=0.01, fused=True)
     scheduler = _schedule(training, optimizer)
     batches = iter(training.batches())
     trained = {name: param for name, param in masters.items() if param.requires_grad}
@@ -196,25 +205,34 @@ def train_plain(training: Training) -> Outcome:
             loss = model(next(batches)) / training.accumulation
             loss.backward()
             outcome.losses.append(loss.item())
+            if (
+                training.clip_loop and training.accumulation == 1
+            ):  # in the compute type, as the loop sees them
+                torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_loop)
             if training.precision == "bf16":
                 for name, param in model.named_parameters():
                     if param.grad is not None:
                         grad = param.grad.float()
                         total = grad if masters[name].grad is None else masters[name].grad + grad
                         masters[name].grad, param.grad = total, None
-        norm = torch.nn.utils.clip_grad_norm_(
-            trained.values(), training.clip_config or training.clip_loop or float("inf")
-        )
-        outcome.norms.append(norm.item())
+        if training.clip_loop and training.accumulation > 1:  # their sums, in fp32
+            torch.nn.utils.clip_grad_norm_(trained.values(), training.clip_loop)
+        grads = [param.grad for param in trained.values() if param.grad is not None]
+        norm = sum(float(grad.double().square().sum()) for grad in grads) ** 0.5
+        if training.clip_config:
+            for grad in grads:
+                grad.mul_(min(1.0, training.clip_config / (norm + 1e-6)))
+        outcome.norms.append(norm)
         optimizer.step()
         optimizer.zero_grad()
         if scheduler:
             scheduler.step()
         if training.precision == "bf16":
-            with torch.no_grad():
-                for name, param in model.named_parameters():
-                    param.copy_(masters[name])
+            _round_weights(model, masters)
     outcome.masters = {name: param.detach().clone() for name, param in trained.items()}
+    for name, param in trained.items():
+        state = optimizer.state[param]
+        outcome.moments[name] = torch.stack([state["exp_avg"], state["exp_avg_sq"]])
     return outcome
 
 
@@ -252,6 +270,12 @@ def train_offloaded(training: Training, placement: Placement, swap_path: Any) ->
             outcome.masters[stored.name] = offload.read_master(engine, stored) if master is None else master
             outcome.moments[stored.name] = torch.stack([state["exp_avg"], state["exp_avg_sq"]])
     return outcome
+
+
+@torch.no_grad()
+def _round_weights(model: nn.Module, masters: dict[str, nn.Parameter]) -> None:
+    for name, param in model.named_parameters():
+        param.copy_(half_up(masters[name]))
 
 
 def _schedule(training: Training, optimizer: torch.optim.Optimizer) -> Any:

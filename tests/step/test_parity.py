@@ -1,7 +1,7 @@
-"""The same loop with and without the engine: bit-identical between placements, and equal to plain PyTorch.
+"""The same loop with and without the engine: bit-identical between placements, and with plain PyTorch.
 
 Each loop runs once per placement; the reference of the bit comparison is everything in memory with the update
-in `step`, and that one is compared with plain PyTorch: fp32 to rounding, bf16 (whose master is exact) too.
+in `step`, and that one is compared with plain PyTorch and its fused AdamW: losses, masters and moments, bit by bit.
 """
 
 from functools import cache
@@ -51,6 +51,10 @@ STEP_LOOPS = {
 }  # fmt: skip
 
 
+FUSED_ADAM_IS_OURS = torch.backends.cpu.get_cpu_capability() == "AVX2"
+"""Elsewhere torch's fused Adam was never compared with ours: it may round in other places."""
+
+
 @cache
 def in_memory(training):
     return train_offloaded(training, Placement(), "/unused")
@@ -94,16 +98,13 @@ def test_same_bits_whatever_the_threads_and_the_isa(isa, threads, swap_path, mon
 def test_equal_to_plain_pytorch(loop):
     training = (LOOPS | STEP_LOOPS)[loop]
     outcome, plain = in_memory(training), train_plain(training)
-    if training.precision == "fp32":
+    if FUSED_ADAM_IS_OURS:
+        assert outcome.losses == plain.losses
+        torch.testing.assert_close(outcome.norms, plain.norms, rtol=1e-12, atol=0)
+        outcome.assert_same_state(plain)
+    else:
         torch.testing.assert_close(outcome.losses, plain.losses, rtol=1e-5, atol=0)
-        if not training.clip_loop:  # the engine sees what the loop has clipped already
-            torch.testing.assert_close(outcome.norms, plain.norms, rtol=1e-5, atol=0)
-        for name, value in plain.masters.items():
-            torch.testing.assert_close(outcome.masters[name], value, rtol=1e-5, atol=1e-7, msg=name)
-    else:  # the weights that are computed with are rounded half up, torch's half to even
-        torch.testing.assert_close(outcome.losses, plain.losses, rtol=1e-3, atol=0)
-        if not training.clip_loop:
-            torch.testing.assert_close(outcome.norms, plain.norms, rtol=1e-2, atol=0)
+        torch.testing.assert_close(outcome.norms, plain.norms, rtol=1e-4, atol=0)
 
 
 def test_twenty_steps(swap_path):
@@ -111,4 +112,4 @@ def test_twenty_steps(swap_path):
     training = Training(precision="bf16", steps=20, accumulation=2, clip_config=1.0, groups=True, tied=True)
     outcome = train_offloaded(training, Placement("nvme", "nvme"), swap_path)
     outcome.assert_same_bits(in_memory(training))
-    torch.testing.assert_close(outcome.losses, train_plain(training).losses, rtol=1e-3, atol=0)
+    torch.testing.assert_close(outcome.losses, train_plain(training).losses, rtol=1e-5, atol=0)

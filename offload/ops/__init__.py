@@ -1,0 +1,1 @@
+"""DeepSpeed's path to its CPU optimizer."""
