@@ -3,7 +3,8 @@
 Covered are the end of the interpreter, an exception, ``sys.exit``, Ctrl-C (all through atexit), and SIGTERM,
 which by default would end the process without any of these: while an engine is open, a SIGTERM that nobody
 else handles closes the engines first and then ends the process as it would have ended. What cannot be
-covered (kill -9, a power cut) leaves a directory whose lock the kernel has given back; the next run removes it.
+covered (kill -9, a power cut) leaves a directory whose lock the kernel has given back; the next run removes it, unless
+something was committed in it.
 
 A forked child (a DataLoader worker) owns nothing: closing does nothing in it, and its copies of queues refuse
 every transfer. It does share the swap file's descriptor, so the file's space is free only when it has ended too.

@@ -97,6 +97,8 @@ class Placement:
     """Part of the optimizer state that stays on the device, in whole units, where the rest is at home in host
     memory (``ratio``)."""
     chunk_elements_max: int = CHUNK_ELEMENTS_MAX
+    generations: Literal[1, 2] = 1
+    """Complete states on nvme."""
     remedies: tuple[Remedy, ...] = ()
     """Settings to propose where memory is short, the smallest change first."""
 

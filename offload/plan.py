@@ -251,6 +251,9 @@ class MemoryPlan:
         if placement.param_home == "nvme":
             yield PlanLine("host", "weight slots", self.weight_slots, self._slot_bytes_max)
             yield PlanLine("nvme", "weights", 1, whole)
+            if placement.generations == 2:
+                again = self.inventory.elements * self.inventory.weight_itemsize
+                yield PlanLine("nvme", "weights, second generation", 1, again)
         else:
             yield PlanLine("host", "weights", 1, whole)
         if placement.param_home == "device":
@@ -280,7 +283,10 @@ class MemoryPlan:
             yield PlanLine("host", "optimizer state chunks", self.chunk_slots, size)
         for tier, units in self._units_by_update:
             home = tier if tier == "device" else placement.state_home
-            yield PlanLine(home, "optimizer state", 1, self.state_bytes(units))
+            size = self.state_bytes(units)
+            yield PlanLine(home, "optimizer state", 1, size)
+            if home == "nvme" and placement.generations == 2:
+                yield PlanLine(home, "state, second generation", 1, size)
         if self.on_device:
             yield PlanLine("device", "update scratch", 1, UPDATE_SCRATCH_BYTES)
 

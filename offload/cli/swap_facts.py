@@ -20,6 +20,7 @@ from .loads import ScratchFile, check_directory, settings_text
 
 PREFIX = "offload-"
 OWNER_FILE = "owner.json"
+COMMIT_NAMES = ("manifest-0.json", "manifest-1.json", "member.json")
 """As in `store.directory`, which loads torch."""
 FREE_BYTES_MIN = 10 * GiB
 FREE_SHARE_MIN = 0.05
@@ -145,7 +146,7 @@ def _space(path: Path) -> Fact:
 
 
 def _left_behind(path: Path) -> Iterator[Fact]:
-    """Swap directories: those in use, and those whose owners are dead."""
+    """Swap directories: those in use, those that hold what a run has committed, and what is left of dead owners."""
     for folder in sorted(path.glob(f"{PREFIX}*-rank*")):
         owner = _owner(folder)
         if owner is None:
@@ -155,6 +156,8 @@ def _left_behind(path: Path) -> Iterator[Fact]:
         text = f"{folder.name}: {format_bytes(size)}, {about}"
         if is_alive:
             yield Fact("swap in use", text)
+        elif any(os.path.lexists(folder / name) for name in COMMIT_NAMES):
+            yield Fact("last commit", f"{text}; `rm -r {shlex.quote(str(folder))}` gives it up")
         else:
             hint = f"the next run with this path removes it, or `rm -r {shlex.quote(str(folder))}`"
             yield Fact("left behind", text, "slow", hint)

@@ -5,14 +5,18 @@ The owner holds a lock (flock) on `owner.json` in it for as long as it lives; th
 back however the owner dies, so a directory whose lock can be taken is stale. A new directory gets its
 lock under a hidden name and is then renamed, so nobody can mistake it for a stale one in between.
 A forked child shares the lock, so it lets go at once: a worker that outlives its parent owns nothing.
+A stale directory is removed by the next start, and its own by a run that ends, unless it belongs to a commit
+(`commits`): then it is what somebody may go on from, and only the user removes it, or a run that took it over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -29,12 +33,18 @@ logger = logging.getLogger("offload.store")
 
 PREFIX = "offload-"
 OWNER_FILE = "owner.json"
+MANIFEST_NAMES = ("manifest-0.json", "manifest-1.json")
+MEMBER_NAME = "member.json"
+"""Says on the other paths of a run where its manifest is."""
 HIDDEN_AGE_SECONDS_MAX = 600.0
 """A directory that is still under its hidden name after this time was left by an owner that died early."""
 
 
 class SwapDirectory:
-    """A locked directory ``<nvme_path>/offload-<time>-<pid>-rank<r>``. Close it to remove it."""
+    """A locked directory ``<nvme_path>/offload-<time>-<pid>-rank<r>``. Close it to remove it.
+
+    One that belongs to a commit stays.
+    """
 
     def __init__(self, nvme_path: str | os.PathLike[str], *, rank: int = 0) -> None:
         """Makes and locks the directory, after removing those of dead owners.
@@ -57,20 +67,56 @@ class SwapDirectory:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             self._lock_fd = os.open(hidden / OWNER_FILE, flags, 0o600)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            owner = {
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "rank": rank,
-                "started": time.strftime("%Y-%m-%d %H:%M:%S"),
-                "command": sys.argv[:1],
-            }
-            os.write(self._lock_fd, (json.dumps(owner) + "\n").encode())
+            self.sign(rank)
             hidden.rename(self.path)
         except OSError as error:
             self.close()
             raise StoreError(
                 error.errno, f"cannot make a swap directory: {error.strerror}", str(self.root)
             ) from error
+
+    @classmethod
+    def take(cls, path: str | os.PathLike[str]) -> SwapDirectory:
+        """The directory of a run that has ended, locked and not changed: :meth:`sign` makes it ours.
+
+        Raises:
+            StoreError: it is none, or its owner lives.
+        """
+        self = cls.__new__(cls)
+        self.path = Path(os.path.abspath(os.path.expanduser(path)))
+        self.root, self._hidden = self.path.parent, self.path.with_name(f".{self.path.name}")
+        self._made_root, self._owner_pid, self._lock_fd = [], os.getpid(), -1
+        try:
+            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._lock_fd = os.open(OWNER_FILE, flags, dir_fd=folder)
+            finally:
+                os.close(folder)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            what = f"it cannot be taken over: {error.strerror}"
+            if isinstance(error, BlockingIOError):
+                owner = os.read(self._lock_fd, 4096).decode(errors="replace").strip()
+                what = f"it is in use by {ascii(owner)[1:-1]}"
+            if self._lock_fd >= 0:
+                os.close(self._lock_fd)
+            raise StoreError(error.errno, what, str(self.path)) from error
+        _open_directories.add(self)
+        lifetime.register(self)
+        return self
+
+    def sign(self, rank: int = 0) -> None:
+        """Says in it who owns it."""
+        owner = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "rank": rank,
+            "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "command": sys.argv[:1],
+        }
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, (json.dumps(owner) + "\n").encode(), 0)
 
     def free_bytes(self) -> int | None:
         """Free space of the file system; None where it has no size to tell (ramfs, network)."""
@@ -90,16 +136,37 @@ class SwapDirectory:
             )
 
     def close(self) -> None:
-        """Removes the directory and gives the lock back. Idempotent; does nothing in a forked child."""
+        """Removes the directory, unless it belongs to a commit, and gives the lock back.
+
+        Idempotent; does nothing in a forked child.
+        """
         if os.getpid() != self._owner_pid:
             return
-        shutil.rmtree(self._hidden, ignore_errors=True)
         if self._lock_fd >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            if self.path.exists():
-                logger.warning(
-                    "could not remove %s; the next run with this nvme_path will try again", self.path
-                )
+            if is_committed(self.path):
+                logger.info("%s holds what was committed last, and stays", self.path)
+            else:
+                self.remove()
+        shutil.rmtree(self._hidden, ignore_errors=True)
+        self._unlock()
+
+    def remove(self) -> None:
+        """Removes the directory, whatever is in it."""
+        # The manifest goes first: half a directory must not look like a commit.
+        with contextlib.suppress(OSError):
+            for name in (*MANIFEST_NAMES, MEMBER_NAME):
+                (self.path / name).unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self.path.exists():
+            logger.warning("could not remove %s; the next run with this nvme_path will try again", self.path)
+
+    def release(self) -> None:
+        """Gives the lock back and leaves the directory as it is. Idempotent."""
+        self._unlock()
+        lifetime.forget(self)
+
+    def _unlock(self) -> None:
+        if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
         for made in self._made_root:
@@ -170,6 +237,11 @@ def _remove_stale(root: Path) -> None:
             _remove_if_unlocked(path)
 
 
+def is_committed(path: Path) -> bool:
+    """Whether a swap directory belongs to a commit. See Note [Who owns a directory]."""
+    return any(os.path.lexists(path / name) for name in (*MANIFEST_NAMES, MEMBER_NAME))
+
+
 def _remove_if_unlocked(path: Path) -> None:
     try:
         lock_fd = os.open(path / OWNER_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -177,6 +249,16 @@ def _remove_if_unlocked(path: Path) -> None:
         return  # not a directory of ours, or gone already
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_committed(path):
+            is_part = not any(os.path.lexists(path / name) for name in MANIFEST_NAMES)
+            logger.warning(
+                "%s holds %s of a run that has ended, %s: go on from it, or remove it with `rm -r %s`",
+                path,
+                "its part of a commit" if is_part else "the last commit",
+                format_bytes(sum(file.stat().st_blocks * 512 for file in path.iterdir())),
+                shlex.quote(str(path)),
+            )
+            return
         owner = os.read(lock_fd, 4096).decode(errors="replace").strip()
         logger.warning("removing the swap directory of a run that has ended: %s %s", path, owner)
         shutil.rmtree(path, ignore_errors=True)

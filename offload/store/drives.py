@@ -37,22 +37,24 @@ PROBE_FILE_BYTES = 256 * MiB
 class Drive:
     """One path: its directory, its swap file, and the queue and links over it."""
 
-    def __init__(self, path: str, aio: Aio, ledger: Ledger, *, rank: int) -> None:
+    def __init__(self, directory: SwapDirectory, aio: Aio, ledger: Ledger, *, create: bool = True) -> None:
         """
+        Args:
+            directory: closed with the drive, or when it cannot be made.
+            create: make the swap file; else it has to be there.
+
         Raises:
-            StoreError: the path cannot be used.
-            TransferError: the file cannot be made.
+            TransferError: the file cannot be made or opened.
         """
-        self.directory = SwapDirectory(path, rank=rank)
-        self._aio = aio
+        self.directory, self._aio = directory, aio
         try:
-            self.queue = self.open(FILE_NAME)
+            self.queue = self.open(FILE_NAME, create=create)
         except BaseException:
             self.directory.close()
             raise
         self.links = NvmeLinks(self.queue, ledger)
 
-    def open(self, name: str) -> Queue:
+    def open(self, name: str, *, create: bool = True) -> Queue:
         """A queue over a file in the directory."""
         return Queue(
             self.directory.path / name,
@@ -62,20 +64,26 @@ class Drive:
             direct_io=self._aio.direct_io,
             threads=self._aio.thread_count,
             sqpoll=self._aio.sqpoll,
+            create=create,
         )
 
     def close(self) -> None:
-        """Ends all transfers and removes file and directory. Idempotent."""
+        """Ends all transfers and removes file and directory, unless they belong to a commit. Idempotent."""
         self.queue.close()
         self.directory.close()
 
 
 def open_drives(paths: Sequence[str], aio: Aio, ledger: Ledger, *, rank: int) -> list[Drive]:
-    """Makes directory and file on every path, or leaves nothing behind on any."""
+    """Makes directory and file on every path, or leaves nothing behind on any.
+
+    Raises:
+        StoreError: a path cannot be used.
+        TransferError: a file cannot be made.
+    """
     with ExitStack() as undo:
         drives = []
         for path in paths:
-            drives.append(Drive(path, aio, ledger, rank=rank))
+            drives.append(Drive(SwapDirectory(path, rank=rank), aio, ledger))
             undo.callback(drives[-1].close)
         undo.pop_all()
     return drives

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+import uuid
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
 
 import torch
 
+from ..bytesize import format_bytes
 from ..config.schema import Aio
 from ..errors import TransferError
 from ..ledger import Ledger
 from ..links import AHEAD, AllTickets, DoneTicket, Ticket
 from ..placement import SwapPaths
 from ..plan import Chunk, MemoryPlan
-from .checksums import Blocks, CheckedTicket, Checksums, explain
+from .checksums import (
+    BLOCK_BYTES,
+    COMMIT_BLOCK_BYTES,
+    Blocks,
+    CheckedTicket,
+    Checksums,
+    Mismatch,
+    Owner,
+    explain,
+    name_of,
+)
+from .commits import Commits
 from .drives import Drive, fit_shares, open_drives, shares_of
-from .layout import Extent, StoreLayout, Stripes
+from .generations import Generations
+from .layout import Extent, Item, Items, PlaneKind, StoreLayout, Stripes, state_planes
+from .manifest import FileEntry, ItemEntry, Manifest, Shapes
 
 logger = logging.getLogger("offload.store")
 
@@ -25,8 +45,12 @@ IMBALANCE_SECONDS_MIN = 1.0
 """Nothing is said before the slower one has worked so long: a moment says nothing of a drive."""
 
 
+Run = tuple[int, int, Stripes]
+"""Bytes [begin, end) of a plane or chunk, and the extents in which they lie at the same places."""
+
+
 class SwapStore:
-    """One run's planes on NVMe. Open it with :meth:`open`, close it to remove it."""
+    """One run's planes on NVMe. Open it with :meth:`open`; when it is closed they are gone, unless committed."""
 
     def __init__(
         self,
@@ -38,8 +62,16 @@ class SwapStore:
         verify: bool = False,
     ) -> None:
         self._drives, self._layout, self._plan, self._ledger = drives, layout, plan, ledger
-        self._sums = Checksums(layout, plan) if verify else None
-        self._moments_written = [False] * len(plan.chunks)
+        self._verify, self._proves = verify, True
+        self._items = Items.of(plan)
+        self._generations = Generations(layout.extent_counts(self._items))
+        self._written = [0] * len(self._items)  # bytes of each, from its begin
+        self._commits = Commits(drives, uuid.uuid4().hex) if len(layout.generations) == 2 else None
+        self._sums: Checksums | None = None
+        if verify or self._commits is not None:
+            block_bytes = BLOCK_BYTES if verify else COMMIT_BLOCK_BYTES
+            self._sums = Checksums(layout, plan, block_bytes=block_bytes)
+        self._explain_lost: Callable[[Item], str] = lambda item: ""
         self._imbalance_told = False
         self.path = drives[0].directory.path
 
@@ -81,118 +113,243 @@ class SwapStore:
 
     def read_weight(self, unit: int, slot: torch.Tensor, *, priority: int = AHEAD) -> Ticket:
         """Fills the front of a slot (uint8) with the unit's weight plane."""
-        stripes = self._layout.weights[unit]
-        planes = [("weight", stripes.size)]
-        ticket = self._read(slot, stripes, planes, priority)
+        size = self._layout.weights[unit].size
+        runs, planes = [*self._weight_runs(unit, 0, size)], [("weight", size)]
+        ticket = self._read(slot, runs, planes, priority)
         if self._sums is None:
             return ticket
-        owner = f"unit {self._plan.inventory.units[unit].name}"
-        return self._checked(ticket, self._sums.weights[unit], slot, stripes, planes, owner)
+        return self._checked(ticket, self._sums.weights[unit], slot, runs, planes, unit)
 
     def write_weight(self, unit: int, slot: torch.Tensor, begin: int, end: int) -> Ticket:
-        """Writes bytes [begin, end) of the unit's weight plane, which lies at the front of ``slot``."""
+        """Writes bytes [begin, end) of the unit's weight plane, which lies at the front of ``slot``.
+
+        Of an item that goes to its other extent, all bytes are written. See `generations`, Note [Generations].
+        """
         if unit == 0:
             self.update_seconds()
+        return self._tracked(lambda: self._write_weight(unit, slot, begin, end))
+
+    def _write_weight(self, unit: int, slot: torch.Tensor, begin: int, end: int) -> Ticket:
+        for item in _touched(self._items.weights[unit], begin, end):
+            if self._generations.lacks_extent(item.index):
+                self._grow(unit, item)
+            if self._generations.moves(item.index):
+                begin, end = min(begin, item.begin), max(end, item.end)
+            self._generations.write(item.index)
+            self._written[item.index] = item.end - item.begin
         if self._sums is not None:
             self._sums.weights[unit].record(slot, begin, end)
-        return self._write(slot, self._layout.weights[unit], [("weight", end)], begin)
+        return self._write(slot, [*self._weight_runs(unit, begin, end)], [("weight", end)])
+
+    def _weight_runs(self, unit: int, begin: int, end: int) -> Iterator[Run]:
+        """Where bytes [begin, end) of the weight plane are: in one piece where one generation holds them."""
+        touched = _touched(self._items.weights[unit], begin, end)
+        for extent, items in groupby(touched, lambda item: self._generations.current(item.index) or 0):
+            first, *others = items
+            last = others[-1] if others else first
+            yield max(begin, first.begin), min(end, last.end), self._layout.generations[extent].weights[unit]
+
+    def _grow(self, unit: int, item: Item) -> None:
+        path = self._layout.grow(unit)
+        size = format_bytes(item.end - item.begin)
+        name = self._plan.inventory.units[unit].name
+        logger.info("frozen weights of %s are written: %s more on nvme than planned", name, size)
+        self._drives[path].queue.preallocate(self._layout.sizes[path])
+        self._generations.add_extent(item.index)
 
     # -- state of chunks ----------------------------------------------------------------------------------
 
     def state_bytes(self, chunk: Chunk) -> int:
         """Bytes of the chunk's planes together."""
-        return self._layout.states[chunk.index].size
+        return self._items.states[chunk.index].end
 
     def read_state(self, chunk: Chunk, buffer: torch.Tensor, *, priority: int = AHEAD) -> Ticket:
         """Fills the front of ``buffer`` with the chunk's planes. Moments never written are zeros, unread."""
-        stripes = self._layout.states[chunk.index]
-        planes = self._planes(chunk)
-        if not self._moments_written[chunk.index]:
+        item, planes = self._items.states[chunk.index], state_planes(self._plan, chunk)
+        if self._written[item.index] < item.end:
             planes = [plane for plane in planes if plane[0] == "residual"]
             stored = sum(size for _, size in planes)
-            buffer[stored : stripes.size].zero_()
-        ticket = self._read(buffer, stripes, planes, priority)
+            buffer[stored : item.end].zero_()
+        runs = self._state_runs(chunk, sum(size for _, size in planes))
+        ticket = self._read(buffer, runs, planes, priority)
         if self._sums is None or not planes:
             return ticket
-        owner = f"chunk {chunk.index} of unit {self._plan.inventory.units[chunk.unit].name}"
-        return self._checked(ticket, self._sums.states[chunk.index], buffer, stripes, planes, owner)
+        return self._checked(ticket, self._sums.states[chunk.index], buffer, runs, planes, chunk)
 
     def write_state(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
         """Writes the chunk's planes from the front of ``buffer``."""
-        self._moments_written[chunk.index] = True
         if chunk.index == 0:
             self.update_seconds()  # once a step: a drive that falls behind is told of while the run goes on
-        return self._write_state(chunk, buffer, self._planes(chunk))
+        planes = state_planes(self._plan, chunk)
+        return self._tracked(lambda: self._write_state(chunk, buffer, planes))
 
     def write_residual(self, chunk: Chunk, residual: torch.Tensor) -> Ticket:
         """Writes the residual plane alone (it is the first in the extent): ``residual`` is uint8."""
-        return self._write_state(chunk, residual, [("residual", residual.numel())])
+        planes = [("residual", residual.numel())]
+        return self._tracked(lambda: self._write_state(chunk, residual, planes))
 
     def _write_state(self, chunk: Chunk, buffer: torch.Tensor, planes: Sequence[tuple[str, int]]) -> Ticket:
+        item, size = self._items.states[chunk.index], sum(size for _, size in planes)
+        if self._generations.moves(item.index) and size < self._written[item.index]:
+            raise AssertionError(
+                f"chunk {chunk.index} goes to another extent, and {size} bytes are not all of it"
+            )
+        self._generations.write(item.index)
+        self._written[item.index] = max(self._written[item.index], size)
         if self._sums is not None:
-            self._sums.states[chunk.index].record(buffer, 0, sum(size for _, size in planes))
-        return self._write(buffer, self._layout.states[chunk.index], planes)
+            self._sums.states[chunk.index].record(buffer, 0, size)
+        return self._write(buffer, self._state_runs(chunk, size), planes)
 
-    def _planes(self, chunk: Chunk) -> list[tuple[str, int]]:
-        return list(self._plan.placement.plane_bytes(chunk.elements))
+    def _state_runs(self, chunk: Chunk, size: int) -> list[Run]:
+        extent = self._generations.current(self._items.states[chunk.index].index) or 0
+        return [(0, size, self._layout.generations[extent].states[chunk.index])]
 
-    # -- transfers over stripes ---------------------------------------------------------------------------
+    # -- transfers over runs ------------------------------------------------------------------------------
 
     def _read(
-        self, buffer: torch.Tensor, stripes: Stripes, planes: Sequence[tuple[str, int]], priority: int
+        self, buffer: torch.Tensor, runs: Sequence[Run], planes: Sequence[tuple[str, int]], priority: int
     ) -> Ticket:
-        """Fills the front of ``buffer`` with planes that lie side by side in ``stripes``."""
+        """Fills the front of ``buffer`` with planes that lie side by side in ``runs``."""
 
         def start(extent: Extent, piece: torch.Tensor, inside: Sequence[tuple[str, int]]) -> Ticket:
             return self._drives[extent.path].links.read(piece, extent.offset, inside, priority=priority)
 
-        return self._each(buffer, stripes, planes, 0, start)
+        return self._each(buffer, runs, planes, start)
 
-    def _write(
-        self, buffer: torch.Tensor, stripes: Stripes, planes: Sequence[tuple[str, int]], begin: int = 0
-    ) -> Ticket:
+    def _write(self, buffer: torch.Tensor, runs: Sequence[Run], planes: Sequence[tuple[str, int]]) -> Ticket:
         def start(extent: Extent, piece: torch.Tensor, inside: Sequence[tuple[str, int]]) -> Ticket:
             return self._drives[extent.path].links.write(piece, extent.offset, inside)
 
-        return self._each(buffer, stripes, planes, begin, start)
+        return self._each(buffer, runs, planes, start)
 
     @staticmethod
     def _each(
         buffer: torch.Tensor,
-        stripes: Stripes,
+        runs: Sequence[Run],
         planes: Sequence[tuple[str, int]],
-        begin: int,
         start: Callable[[Extent, torch.Tensor, Sequence[tuple[str, int]]], Ticket],
     ) -> Ticket:
-        """One transfer for each extent that holds bytes from ``begin`` to the end of the planes."""
-        end = sum(size for _, size in planes)
+        """One transfer for each extent that holds bytes of the runs."""
         tickets = [
             start(extent, buffer[first:last], _planes_within(planes, first, last))
+            for begin, end, stripes in runs
             for first, last, extent in stripes.part(begin, end)
         ]
         if not tickets:
             return DoneTicket()
         return tickets[0] if len(tickets) == 1 else AllTickets(tickets)
 
+    def _tracked(self, write: Callable[[], Ticket]) -> Ticket:
+        return write() if self._commits is None else self._commits.track(write)
+
     def _checked(
         self,
         read: Ticket,
         blocks: Blocks,
         buffer: torch.Tensor,
-        stripes: Stripes,
+        runs: Sequence[Run],
         planes: Sequence[tuple[str, int]],
-        owner: str,
+        owner: int | Chunk,
     ) -> Ticket:
+        """The read, held against its sums where that is asked for. ``owner``: a unit's number, or a chunk."""
+        if not (self._verify or (self._proves and blocks.is_unproven)):
+            return read
+
         def check() -> TransferError | None:
             found = blocks.mismatch(buffer, sum(size for _, size in planes))
-            if found is None:
-                return None
-            plane = _planes_within(planes, found.begin, found.end)[0][0]
-            extent = next(extent for _, _, extent in stripes.part(found.begin, found.end))
-            path = str(self._drives[extent.path].queue.path)
-            return explain(found, f"{plane} of {owner}", path, extent.offset)
+            return None if found is None else self._explain(found, runs, planes, owner)
 
         return CheckedTicket(read, check)
+
+    def _explain(
+        self, found: Mismatch, runs: Sequence[Run], planes: Sequence[tuple[str, int]], owner: int | Chunk
+    ) -> TransferError:
+        stripes = next(stripes for begin, end, stripes in runs if begin <= found.begin < end)
+        extent = next(extent for _, _, extent in stripes.part(found.begin, found.end))
+        unit = owner if isinstance(owner, int) else owner.unit
+        items = self._items.weights[unit] if isinstance(owner, int) else [self._items.states[owner.index]]
+        what, more = name_of(self._owner(owner), planes, found), ""
+        if found.is_whole:
+            more = self._explain_lost(_touched(items, found.begin, found.end)[0])
+        path = str(self._drives[extent.path].queue.path)
+        return explain(found, what, path, extent.offset, more=more)
+
+    def _owner(self, owner: int | Chunk) -> Owner:
+        unit = self._plan.inventory.units[owner if isinstance(owner, int) else owner.unit]
+        params = [(param.info.name, param.offset, param.offset + param.info.nbytes) for param in unit.params]
+        if isinstance(owner, int):
+            return Owner(unit.name, params, None)
+        itemsize = self._plan.inventory.weight_itemsize
+        return Owner(unit.name, params, (owner.index, owner.begin * itemsize, owner.end * itemsize))
+
+    # -- commits ------------------------------------------------------------------------------------------
+
+    @property
+    def serial(self) -> int:
+        """Of the last commit; 0 where nothing was committed."""
+        return 0 if self._commits is None else self._commits.serial
+
+    def commit(self, shapes: Shapes, *, step: int, training: dict[str, Any]) -> None:
+        """Makes what is written now the state that the next start finds. See `commits`, Note [Commit].
+
+        Args:
+            shapes: of the plan, with the types of everything.
+            training: JSON for whoever goes on from it.
+
+        Raises:
+            TransferError, StoreError: it failed: the commit before stands.
+        """
+        if self._commits is None or not self._items.weights or not self._items.states:
+            raise AssertionError("what is committed has two generations, weights and state")
+        files = zip(self._drives, self._layout.sizes, strict=True)
+        first, second = self._layout.generations
+        self._commits.commit(
+            Manifest(
+                run=self._commits.run,
+                serial=self._commits.serial + 1,
+                step=step,
+                time=int(time.time()),
+                files=tuple(FileEntry(str(drive.directory.path), size) for drive, size in files),
+                shapes=shapes,
+                extents=(first, second),
+                items=tuple(self._entries()),
+                training=training,
+            ),
+            self._generations.commit,
+        )
+
+    def _entries(self) -> Iterator[ItemEntry | None]:
+        for kind, owner, item in self._items.each():
+            extent, written = self._generations.current(item.index), self._written[item.index]
+            if extent is None:
+                yield None
+            else:
+                total = self._blocks(kind, owner).total(item.begin, item.begin + written)
+                yield ItemEntry(extent, written, total)
+
+    def restore(
+        self, manifest: Manifest, *, proves: bool = True, explain_lost: Callable[[Item], str] | None = None
+    ) -> None:
+        """Goes back to a commit, whose layout this store has.
+
+        Args:
+            proves: hold everything against the commit's sums when it is first read.
+            explain_lost: what to say besides of an item that is damaged.
+        """
+        self._proves = proves
+        self._explain_lost = explain_lost or self._explain_lost
+        self._commits = Commits(self._drives, manifest.run, serial=manifest.serial)
+        self._generations.restore([None if entry is None else entry.extent for entry in manifest.items])
+        self._written = [entry.written if entry else 0 for entry in manifest.items]
+        for kind, owner, item in self._items.each():
+            if (entry := manifest.items[item.index]) is not None:
+                blocks = self._blocks(kind, owner)
+                blocks.expect(item.begin, item.begin + entry.written, entry.crc32c)
+
+    def _blocks(self, kind: PlaneKind, owner: int) -> Blocks:
+        if self._sums is None:
+            raise AssertionError("the store keeps no sums")
+        return (self._sums.weights if kind == "weights" else self._sums.states)[owner]
 
     # -- end ----------------------------------------------------------------------------------------------
 
@@ -224,9 +381,24 @@ class SwapStore:
         )
 
     def close(self) -> None:
-        """Ends all transfers and removes files and directories. Idempotent."""
+        """Ends all transfers and removes files and directories, unless something was committed. Idempotent."""
         for drive in self._drives:
             drive.close()
+
+    def discard(self) -> None:
+        """As :meth:`close`, and removes what was committed too."""
+        for drive in self._drives:
+            drive.queue.close()
+            drive.directory.remove()
+            drive.close()
+
+
+def _touched(items: Sequence[Item], begin: int, end: int) -> Sequence[Item]:
+    """Items that have bytes in [begin, end)."""
+    if begin == end:
+        return ()
+    first = bisect_right(items, begin, key=attrgetter("begin")) - 1
+    return items[first : bisect_left(items, end, key=attrgetter("begin"))]
 
 
 def _planes_within(planes: Sequence[tuple[str, int]], begin: int, end: int) -> list[tuple[str, int]]:

@@ -89,6 +89,13 @@ def test_pure_modules_import_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.parametrize("name", ["crc", "durable", "generations", "layout", "manifest", "reader"])
+def test_the_rules_of_the_store_know_no_torch(name):
+    own, absolute = runtime_imports(PACKAGE / "store" / f"{name}.py")
+    assert not {"torch", "numpy"} & {each.split(".")[0] for each in absolute}
+    assert own <= {"bytesize", "errors", "inventory", "plan"}
+
+
 @pytest.mark.parametrize(
     "path", [p for p in OWN_TEXT if p.suffix in (".py", ".cpp", ".h") and "tests" not in p.parts], ids=str
 )

@@ -314,12 +314,17 @@ def test_another_drive_is_not_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_swap_directories_of_the_living_and_the_dead(tmp_path: Path) -> None:
     assert (swap_facts.PREFIX, swap_facts.OWNER_FILE) == (directory.PREFIX, directory.OWNER_FILE)
+    assert (*directory.MANIFEST_NAMES, directory.MEMBER_NAME) == swap_facts.COMMIT_NAMES
     path = tmp_path / "swap"
     path.mkdir()
     dead = path / "offload-1-2-rank0"
     dead.mkdir()
     (dead / "owner.json").write_text('{"pid": 77, "started": "yesterday"}')
     (dead / "planes.swap").write_bytes(bytes(1 << 20))
+    kept = path / "offload-3-4-rank0"
+    kept.mkdir()
+    (kept / "owner.json").write_text("{}")
+    (kept / "manifest-1.json").write_text("")
     (path / "offload-no-rank").mkdir()  # not one of ours
     # The living first: making it would remove the dead.
     (path / "aside").mkdir()
@@ -328,12 +333,17 @@ def test_swap_directories_of_the_living_and_the_dead(tmp_path: Path) -> None:
     (path / "aside" / dead.name).rename(dead)
     try:
         facts = [
-            fact for fact in swap_facts.facts(path, Host()) if fact.name in ("left behind", "swap in use")
+            fact
+            for fact in swap_facts.facts(path, Host())
+            if fact.name in ("left behind", "swap in use", "last commit")
         ]
     finally:
         living.close()
     by_name = {fact.name: fact for fact in facts}
-    assert len(facts) == 2 and by_name["swap in use"].state == "ok"
+    assert by_name["last commit"].state == "ok" and by_name["last commit"].value.endswith(
+        f"of an unknown process; `rm -r {kept}` gives it up"
+    )
+    assert len(facts) == 3 and by_name["swap in use"].state == "ok"
     assert f"of process {os.getpid()}, started " in by_name["swap in use"].value
     gone = by_name["left behind"]
     assert gone.value == f"{dead.name}: 1.00 MiB, of process 77, started yesterday" and f"rm -r {dead}" in (

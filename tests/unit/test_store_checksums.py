@@ -100,7 +100,8 @@ def test_every_flipped_byte_is_found_and_named(tmp_path, formats, drives):
         (error,) = planes.errors()
         assert error.errno == errno.EBADMSG and error.filename == str(planes.files[path])
         assert error.offset <= at < error.offset + error.size <= error.offset + checksums.BLOCK_BYTES
-        names = r"(weight of|(residual|exp_avg|exp_avg_sq|scale) of chunk \d+ of) unit blocks\.\d"
+        planes_of = r"(residual|exp_avg|exp_avg_sq|scale) of chunk \d+ of"
+        names = rf"(weight of|{planes_of}) unit (blocks\.\d) \((\3\.weight|padding)\)"
         sums = r"crc32c 0x[0-9a-f]{8} was written and 0x[0-9a-f]{8} read"
         assert re.search(f"; {names}: {sums}; the drive, or another process, has changed", str(error))
         with open(planes.files[path], "r+b") as file:
