@@ -97,7 +97,9 @@ def test_every_setting_of_aio_reaches_the_queue(swap_path, monkeypatch):
     }  # fmt: skip
     assert_same(trained(swap_path, aio=settings), trained(None, device="cpu"))
     names = {"block_size": "request_bytes", "thread_count": "threads"}
-    assert asked == [{names.get(name, name): value for name, value in settings.items()}]
+    wanted = {names.get(name, name): value for name, value in settings.items()}
+    (got,) = asked
+    assert got == {**wanted, "create": True}
 
 
 def test_i03_a_file_that_became_short_is_an_error_and_no_step(swap_path):
