@@ -59,12 +59,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """All state in memory, laid out as torch's Adam does: ``state[index]`` by position in the groups.
 
-        Moments are fp32 whatever format they are kept in, which ``state_format`` says. Of bf16 weights it also
-        has ``master``, the exact value that is trained, and of 8-bit moments ``scale``. For models whose state
-        does not fit in memory, go through ``offload.optimizer_state(engine)`` instead.
+        Moments are fp32 whatever format they are kept in; where that is another, ``state_format`` says which. Of
+        bf16 weights it also has ``master``, the exact value that is trained, and of 8-bit moments ``scale``. For
+        models whose state does not fit in memory, go through ``offload.optimizer_state(engine)`` instead.
         """
         packed = super().state_dict()
-        packed["state_format"] = self.engine.plan.placement.state_format
+        state_format = self.engine.plan.placement.state_format
+        if state_format != "fp32":
+            packed["state_format"] = state_format
         index_of = self._indices()
         packed["state"] = {index_of[stored.param]: state for stored, state in optimizer_state(self.engine)}
         return packed
