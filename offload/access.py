@@ -12,13 +12,15 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .bytesize import align_up
+from .bytesize import PAGE_BYTES, align_up
 from .engine import OffloadEngine
 from .errors import OffloadError
-from .inventory import PAGE_BYTES
 from .optim import kernels
 from .partition import GATHER_LOSS, StoredParam
+from .placement import STATE_BLOCK
 from .plan import Chunk
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def stored_of(engine: OffloadEngine, param: nn.Parameter) -> StoredParam:
@@ -84,7 +86,7 @@ def write_weight(
             if value.dtype is stored.dtype:
                 kernels.assign_weight(stored.flat_view(plane), residual, stored.flatten(value))
             else:
-                whole = torch.empty(stored.placed.end, dtype=torch.int16)
+                whole = residual.new_empty(stored.placed.end)
                 stored.write(plane, whole, value)
                 residual = whole[stored.placed.begin :]
             access.write(stored, {"residual": residual})
@@ -99,7 +101,8 @@ def write_weight(
 class ChunkAccess:
     """State planes of single parameters, read and written through the chunks that hold them.
 
-    The last chunk stays in memory for the next parameter: use one for as long as nothing else changes state.
+    Moments are fp32 outside, however they are stored. The last chunk stays in memory for the next parameter: use
+    one for as long as nothing else changes state.
     """
 
     def __init__(self, engine: OffloadEngine) -> None:
@@ -109,21 +112,31 @@ class ChunkAccess:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read(self, stored: StoredParam, *names: str) -> dict[str, torch.Tensor]:
-        """Copies of the parameter's elements in state planes, flat."""
+        """Copies of the parameter's elements in state planes, flat: of moments their values, in fp32."""
         pieces: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         for chunk, begin, end in self._pieces(stored):
-            planes = self._planes(chunk)
+            planes = _cut(self._planes(chunk), begin, end)
+            if any(name in MOMENTS for name in names):
+                planes |= _decoded(planes)
             for name in names:
-                pieces[name].append(planes[name][begin:end].clone().cpu())
+                pieces[name].append(planes[name].clone().cpu())
         return {name: torch.cat(found) if found else torch.empty(0) for name, found in pieces.items()}
 
     def write(self, stored: StoredParam, planes: dict[str, torch.Tensor]) -> None:
-        """Writes flat values into the parameter's elements of the named planes."""
+        """Writes flat values into the parameter's elements of the named planes: moments in fp32, and both.
+
+        They are rounded to the nearest that the format has. Where the scales are among the planes that values
+        were read with, the planes are what they were then, bit for bit.
+        """
         self._engine.pipeline.cancel_announced()
         done = 0
         for chunk, begin, end in self._pieces(stored):
-            for name, values in planes.items():
-                self._planes(chunk)[name][begin:end].copy_(values[done : done + end - begin])
+            own = _cut(self._planes(chunk), begin, end)
+            given = _cut(planes, done, done + end - begin)
+            if any(name in given for name in MOMENTS):
+                _encode(given, own)
+            for name in given.keys() - {*MOMENTS, "scale"}:
+                own[name].copy_(given[name])
             self._engine.write_chunk(chunk, self._buffer)
             done += end - begin
 
@@ -139,6 +152,39 @@ class ChunkAccess:
             self._buffer = self._engine.read_chunk(chunk)
             self._chunk = chunk
         return self._engine.state_planes(chunk, self._buffer)
+
+
+def _cut(planes: dict[str, torch.Tensor], begin: int, end: int) -> dict[str, torch.Tensor]:
+    """Elements [begin, end) of state planes; ``begin`` is where a block of 8-bit moments begins."""
+    scales = slice(begin // STATE_BLOCK * 2, -(-end // STATE_BLOCK) * 2)
+    return {name: plane[scales if name == "scale" else slice(begin, end)] for name, plane in planes.items()}
+
+
+def _decoded(planes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The fp32 values of stored moments."""
+    if planes["exp_avg"].dtype is torch.float32:
+        return {name: planes[name] for name in MOMENTS}
+    first, second = (torch.empty(planes[name].numel(), dtype=torch.float32) for name in MOMENTS)
+    kernels.decode_moments(planes["exp_avg"], planes["exp_avg_sq"], planes.get("scale"), first, second)
+    return {"exp_avg": first, "exp_avg_sq": second}
+
+
+def _encode(values: dict[str, torch.Tensor], planes: dict[str, torch.Tensor]) -> None:
+    """Writes fp32 moments as their planes hold them.
+
+    A scale is the largest value of its block, and such a value, read back, may differ from it in the last bit: the
+    scale that it was read with gives the same planes.
+    """
+    if planes["exp_avg"].dtype is torch.float32:
+        for name in MOMENTS:
+            planes[name].copy_(values[name])
+        return
+    kernels.encode_moments(
+        values["exp_avg"], values["exp_avg_sq"], planes["exp_avg"], planes["exp_avg_sq"], planes.get("scale")
+    )
+    if "scale" in values and "scale" in planes:
+        same = torch.isclose(values["scale"], planes["scale"], rtol=1e-6, atol=0.0)
+        planes["scale"].copy_(values["scale"].where(same, planes["scale"]))
 
 
 @contextmanager

@@ -61,7 +61,8 @@ def prepare(
     Raises:
         ConfigError, PlanError, StoreError: before anything has been changed or created.
         TransferError, or whatever else stops the weights on their way home: the parameters have their values
-            back then (frozen ones of a wider type rounded to the precision), and nothing of the engine stays.
+            back then (frozen ones of a wider type rounded to the precision, trained ones to 24 bits with int8
+            state), and nothing of the engine stays.
     """
     settings = OffloadConfig.from_any(config)
     refuse_unbuilt(settings)
@@ -102,6 +103,7 @@ def prepare(
             plan,
             groups=optimizer.param_groups,
             adamw_mode=numbers.adamw_mode,
+            seed=settings.seed,
             clip_norm=settings.gradient_clipping or 0.0,
             store=store,
             ledger=ledger,
@@ -120,9 +122,8 @@ def prepare(
     if settings.precision == "bf16" and device.type == "cpu" and not bf16_is_native():
         engine.on_close(WideLinears(model).remove)
     optimizer.bind(engine)
-    for note in settings.notes:
+    for note in (*settings.notes, plan.report()):
         logger.info("%s", note)
-    logger.info("%s", plan.report())
     return model, optimizer
 
 

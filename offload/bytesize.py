@@ -9,6 +9,9 @@ KiB: Final = 1 << 10
 MiB: Final = 1 << 20
 GiB: Final = 1 << 30
 
+PAGE_BYTES: Final = 4096
+"""What direct I/O moves at least, wherever we have met it: extents start and end on it."""
+
 _UNITS: Final = {
     "": 1,
     "b": 1,

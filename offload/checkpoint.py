@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -13,14 +14,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .access import ChunkAccess, gathered, join_master, read_master, read_weight, write_weight
+from .access import MOMENTS, ChunkAccess, gathered, join_master, read_master, read_weight, write_weight
 from .engine import OffloadEngine
 from .errors import CheckpointError, OffloadError
 from .models.pretrained import TensorSpec, write_checkpoint
 from .partition import StoredParam, is_marker
+from .placement import STATE_BLOCK
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
+logger = logging.getLogger("offload")
 
 _refusals: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 """Of modules whose weights are gone: the hook that says so, until they are prepared again."""
@@ -112,30 +113,50 @@ def refuse_lost(module: nn.Module, state: dict[str, Any], prefix: str, _metadata
 
 
 def optimizer_state(engine: OffloadEngine) -> Iterator[tuple[StoredParam, dict[str, torch.Tensor]]]:
-    """Per trained parameter: ``step``, both moments, and of bf16 weights the exact fp32 ``master``.
+    """Per trained parameter: ``step``, both moments in fp32, and of bf16 weights the exact fp32 ``master``.
 
-    One parameter's state is in memory at a time, and one chunk, which is read once: nothing may be trained or
-    written before the last parameter has come.
+    Of 8-bit moments also ``scale``: from their values alone a scale would come back but for its last bit. One
+    parameter's state is in memory at a time, and one chunk, which is read once: nothing may be trained or written
+    before the last parameter has come.
     """
     access = ChunkAccess(engine)
     for stored in engine.partition.trainable:
-        has_residual = stored.dtype is not torch.float32
-        planes = access.read(stored, *MOMENTS, *(["residual"] if has_residual else []))
+        planes = access.read(stored, *(plane.name for plane in engine.plan.placement.state_planes))
         state = {"step": torch.tensor(float(stored.step))}
         for plane in MOMENTS:
             state[plane] = planes[plane].as_strided(stored.placed.info.shape, stored.stride)
-        if has_residual:
+        if "scale" in planes:
+            state["scale"] = planes["scale"].view(-1, 2)
+        if "residual" in planes:
             state["master"] = join_master(engine, stored, planes["residual"])
         yield stored, state
 
 
-def load_optimizer_state(engine: OffloadEngine, states: dict[StoredParam, dict[str, torch.Tensor]]) -> None:
-    """Writes what :func:`optimizer_state` gave, or torch's Adam gives: then the weights are the master."""
+def load_optimizer_state(
+    engine: OffloadEngine,
+    states: dict[StoredParam, dict[str, torch.Tensor]],
+    *,
+    saved_as: str = "fp32",
+) -> None:
+    """Writes what :func:`optimizer_state` gave, or torch's Adam gives: then the weights are the master.
+
+    Args:
+        saved_as: the format of the state that was saved; from the same format it comes back bit for bit.
+    """
     for stored, state in states.items():
         check_optimizer_state(stored, state)
+    kept_as = engine.plan.placement.state_format
+    if saved_as != kept_as:
+        how = "as it is" if kept_as == "fp32" else "rounded to the nearest"
+        logger.info(
+            "optimizer state saved as %s is kept as %s from now on: taken over %s", saved_as, kept_as, how
+        )
     access = ChunkAccess(engine)
     for stored, state in states.items():
-        access.write(stored, {plane: stored.flatten(state[plane]) for plane in MOMENTS})
+        planes = {plane: stored.flatten(state[plane], torch.float32) for plane in MOMENTS}
+        if saved_as == kept_as and "scale" in state:
+            planes["scale"] = state["scale"].flatten()
+        access.write(stored, planes)
         if "master" in state and stored.dtype is not torch.float32:
             write_weight(engine, stored, state["master"].float(), access=access)
         stored.step = int(state["step"])
@@ -148,6 +169,10 @@ def check_optimizer_state(stored: StoredParam, state: dict[str, torch.Tensor]) -
         if plane not in state or tuple(state[plane].shape) != shape:
             got = tuple(state[plane].shape) if plane in state else "nothing"
             raise CheckpointError(f"{stored.name}: {plane} of shape {shape} expected, got {got}")
+    scales = (-(-stored.placed.info.numel // STATE_BLOCK), 2)
+    if "scale" in state and tuple(state["scale"].shape) != scales:
+        got = tuple(state["scale"].shape)
+        raise CheckpointError(f"{stored.name}: scale of shape {scales} expected, got {got}")
     if "step" not in state:
         raise CheckpointError(f"{stored.name}: its step count is missing")
 

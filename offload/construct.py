@@ -23,10 +23,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import lifetime
 from .aio import Queue
-from .bytesize import align_up
+from .bytesize import PAGE_BYTES, align_up
 from .config.schema import Aio
 from .errors import OffloadError
-from .inventory import PAGE_BYTES
 from .links import buffer_of
 from .partition import absent_tensor
 from .store import SwapDirectory

@@ -59,6 +59,7 @@ class OffloadEngine:
         *,
         groups: Sequence[dict[str, Any]],
         adamw_mode: bool,
+        seed: int,
         clip_norm: float,
         store: SwapStore | None,
         ledger: Ledger,
@@ -69,6 +70,7 @@ class OffloadEngine:
 
         Args:
             groups: the optimizer's live `param_groups`; their numbers are read at each update.
+            seed: of the noise by which state that is not kept exactly is rounded.
             clip_norm: gradients are clipped to this global norm before the update; 0 is off.
             store: where planes homed on nvme go; the engine owns it from now on.
             source: initial values of a parameter; asked once for each, and may free them afterwards.
@@ -100,9 +102,9 @@ class OffloadEngine:
         self._squares: dict[int, list[float]] = {}  # of units updated in this backward
 
         self.accelerator = accelerator
-        self._optimizer, there = (
-            kind(weight_format=plan.placement.precision, adamw_mode=adamw_mode) for kind in (Adam, DeviceAdam)
-        )
+        weights, kept_as = plan.placement.precision, plan.placement.state_format
+        self._optimizer = Adam(weight_format=weights, state_format=kept_as, adamw_mode=adamw_mode, seed=seed)
+        there = DeviceAdam(weight_format=weights, adamw_mode=adamw_mode) if plan.on_device else None
         self._tiers = tiers = Tiers.open(accelerator, ledger)
         with ExitStack() as undo:
             undo.callback(tiers.close)

@@ -24,6 +24,9 @@ from .tiers.device import DeviceTier
 from .tiers.host import HostTier
 from .weights import HostPlanes, HostSlots, ResidentWeights, StreamedWeights
 
+RESIDUAL_DTYPES = {0: None, 1: torch.int8, 2: torch.int16}
+"""Element type of the residual plane, by bytes per element; None where there is none."""
+
 Source = Callable[[StoredParam], torch.Tensor]
 """Gives the initial value of a parameter; asked once for each."""
 
@@ -110,7 +113,7 @@ def make_states(plan: MemoryPlan, tiers: Tiers, store: SwapStore | None) -> Stat
             if chunk.unit in plan.on_device:
                 buffer.zero_()
         return ResidentStates(buffers)
-    size = plan.chunk_elements * plan.placement.state_itemsize
+    size = plan.placement.state_bytes(plan.chunk_elements)
     ring = tiers.host.allocate("optimizer state chunks", [size] * plan.chunk_slots)
     return NvmeStates(_needed(store), ring)
 
@@ -205,7 +208,7 @@ class _WayHome:
     ) -> None:
         self._plan, self._weights, self._states, self._store = plan, weights, states, store
         self._gradients = gradients
-        self._has_residual = plan.placement.state_planes[0].name == "residual"
+        self._residual_dtype = RESIDUAL_DTYPES[plan.placement.residual_itemsize]
         self._before: dict[StoredParam, torch.Tensor | tuple[torch.device, torch.dtype]] = {}
         """What a parameter was that has been taken: its marker where it was absent, else where and of what type."""
         self._tickets: list[Ticket] = []
@@ -268,12 +271,13 @@ class _WayHome:
     def _planes(self, unit: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Host memory for the unit's weight plane, and for its residual plane where there is one."""
         plane = self._weights.buffer(unit)
-        if not self._has_residual:
+        dtype = self._residual_dtype
+        if dtype is None:
             return plane, None
         elements = self._plan.inventory.units[unit].elements
         if unit in self._plan.on_device:
-            return plane, torch.empty(elements, dtype=torch.int16)
-        return plane, self._gradients.scratch(unit)[: elements * 2].view(torch.int16)
+            return plane, torch.empty(elements, dtype=dtype)
+        return plane, self._gradients.scratch(unit)[: elements * dtype.itemsize].view(dtype)
 
     def _parts(self, unit: int, residual: torch.Tensor | None) -> Iterator[tuple[Chunk, torch.Tensor]]:
         """Of each chunk, its bytes of the residual plane."""

@@ -4,10 +4,10 @@ Pure: names and shapes in, layout out. `offload plan` runs it on a list of shape
 parameters of a live module, and both get the same units.
 
 Note [Layout of a weight plane]
-A unit's trainable parameters come first, in registration order, each on a 64-byte boundary: BLAS picks
-its code, and so its rounding, by alignment, and without this a tier would differ from another in the
-last bit. The trainable region is padded to ELEMENTS_ALIGNMENT elements, so that state planes and chunks
-are whole pages; frozen parameters, which have no state, follow it. State planes are indexed by the
+A unit's trainable parameters come first, in registration order, each on a boundary of PARAM_ALIGNMENT_BYTES.
+BLAS picks its code, and so its rounding, by alignment: without this a tier would differ from another in the
+last bit. The trainable region is padded to ELEMENTS_ALIGNMENT elements, so that planes of 2 and 4 bytes per
+element are whole pages; frozen parameters, which have no state, follow it. State planes are indexed by the
 element number in the trainable region, padding included.
 """
 
@@ -17,12 +17,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .bytesize import align_up
+from .bytesize import PAGE_BYTES, align_up
 
-PARAM_ALIGNMENT_BYTES = 64
-PAGE_BYTES = 4096
+PARAM_ALIGNMENT_BYTES = 256
+"""A block of 8-bit moments (`placement.STATE_BLOCK` elements) of bf16 weights: none has elements of two parameters,
+whose moments may differ by orders of magnitude. BLAS would need 64. The same for every format, so that layouts do
+not depend on it."""
 ELEMENTS_ALIGNMENT = 2048
-"""2-byte elements fill a page at this count: every plane of a chunk is then a whole number of pages."""
+"""2-byte elements fill a page at this count, and it is whole blocks of 8-bit moments: where chunks are cut."""
 
 BLOCK_SHARE_MAX = 0.25
 """A list element above this share of the model is looked into: its own lists make better units."""

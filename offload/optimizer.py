@@ -59,16 +59,23 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """All state in memory, laid out as torch's Adam does: ``state[index]`` by position in the groups.
 
-        Of bf16 weights it also has ``master``, the exact fp32 value that is trained. For models whose state
-        does not fit in memory, go through ``offload.optimizer_state(engine)`` instead.
+        Moments are fp32 whatever format they are kept in; where that is another, ``state_format`` says which. Of
+        bf16 weights it also has ``master``, the exact value that is trained, and of 8-bit moments ``scale``. For
+        models whose state does not fit in memory, go through ``offload.optimizer_state(engine)`` instead.
         """
         packed = super().state_dict()
+        state_format = self.engine.plan.placement.state_format
+        if state_format != "fp32":
+            packed["state_format"] = state_format
         index_of = self._indices()
         packed["state"] = {index_of[stored.param]: state for stored, state in optimizer_state(self.engine)}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what :meth:`state_dict` gave, on whatever placement, or what torch's Adam gave.
+
+        State of another format is rounded to the nearest of this one, and a line in the log says so; of the same
+        it is what it was, bit for bit.
 
         Raises:
             CheckpointError: it belongs to other parameters; nothing has been changed then.
@@ -89,7 +96,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             check_optimizer_state(stored, state)
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        load_optimizer_state(self.engine, states)
+        load_optimizer_state(self.engine, states, saved_as=state_dict.get("state_format", "fp32"))
 
     def _indices(self) -> dict[torch.Tensor, int]:
         params = [param for group in self.param_groups for param in group["params"]]

@@ -18,6 +18,7 @@ comes was absent when it was computed with: the result is NaN, and that is said.
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +47,9 @@ class StoredParam:
     """Every name it has in the model, the first one first; more than one where it is tied."""
     placed: PlacedParam
     unit: int
+    element: int
+    """Number of its first element among those of all parameters of the model, in the order of registration, whether
+    they are trained or not: noise that is keyed by it depends on nothing that a configuration says."""
     dtype: torch.dtype
     stride: tuple[int, ...]
     group: int
@@ -177,6 +181,8 @@ class Partition:
         group_of = _groups_by_param(groups, names)
         by_name = {aliases[0]: param for param, aliases in names.items()}
         infos = [self._describe(aliases[0], param, param in group_of) for param, aliases in names.items()]
+        ends = itertools.accumulate(info.numel for info in infos)
+        first_element = {info.name: end - info.numel for info, end in zip(infos, ends, strict=True)}
         self.inventory: Inventory = build_inventory(
             infos, weight_itemsize=self.dtype.itemsize, activation_bytes=activation_bytes
         )
@@ -201,6 +207,7 @@ class Partition:
                         names=tuple(names[param]),
                         placed=placed,
                         unit=unit,
+                        element=first_element[placed.info.name],
                         dtype=self._compute_dtype(param),
                         stride=_dense_stride(param),
                         group=group_of.get(param, -1),

@@ -458,6 +458,7 @@ def next_segment(stored: StoredParam, group: dict[str, Any]) -> Segment:
         beta2=float(beta2),
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
+        element=stored.element,
     )
 
 
@@ -472,6 +473,7 @@ def _within(segments: Sequence[Segment], chunk: Chunk) -> list[Segment]:
             segment,
             begin=max(segment.begin, chunk.begin) - chunk.begin,
             end=min(segment.end, chunk.end) - chunk.begin,
+            element=segment.element + max(0, chunk.begin - segment.begin),
         )
         for segment in segments
         if segment.begin < chunk.end and segment.end > chunk.begin

@@ -10,17 +10,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
-from typing import Literal
+from typing import Literal, NoReturn
 
 from . import metrics
+from .bytesize import PAGE_BYTES, align_up
 from .config import OffloadConfig
 from .config.kinds import SwapPath
 from .errors import ConfigError
 
 Home = Literal["device", "host", "nvme"]
 Update = Literal["backward", "step"]
+StateFormat = Literal["fp32", "bf16", "int8"]
 
 CHUNK_ELEMENTS_MAX = 4 << 20
+STATE_BLOCK = 128
+"""Elements that share the scales of their 8-bit moments; as in ``optim.kernels``."""
 
 HOST_SHARE = 0.8
 """Of the memory that is available at the start, for `memory.host_bytes: "auto"`."""
@@ -30,17 +34,28 @@ DEVICE_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpec:
-    """One state plane: its name and bytes per element."""
+    """One state plane: its name, and ``itemsize`` bytes for every ``block`` elements begun."""
 
     name: str
     itemsize: int
+    block: int = 1
+
+    def size_bytes(self, elements: int) -> int:
+        return -(-elements // self.block) * self.itemsize
 
 
-STATE_PLANES: dict[str, tuple[PlaneSpec, ...]] = {
-    "bf16": (PlaneSpec("residual", 2), PlaneSpec("exp_avg", 4), PlaneSpec("exp_avg_sq", 4)),
-    "fp32": (PlaneSpec("exp_avg", 4), PlaneSpec("exp_avg_sq", 4)),
+def _moments(itemsize: int) -> tuple[PlaneSpec, ...]:
+    return PlaneSpec("exp_avg", itemsize), PlaneSpec("exp_avg_sq", itemsize)
+
+
+STATE_PLANES: dict[tuple[str, str], tuple[PlaneSpec, ...]] = {
+    ("bf16", "fp32"): (PlaneSpec("residual", 2), *_moments(4)),
+    ("bf16", "bf16"): (PlaneSpec("residual", 2), *_moments(2)),
+    ("bf16", "int8"): (PlaneSpec("residual", 1), *_moments(1), PlaneSpec("scale", 8, STATE_BLOCK)),
+    ("fp32", "fp32"): _moments(4),
+    ("fp32", "bf16"): _moments(2),
 }
-"""The exact format, by precision of training: what lies side by side in the extent of a chunk."""
+"""By precision of training and format of state: what lies side by side in the extent of a chunk."""
 
 WEIGHT_ITEMSIZE = {"bf16": 2, "fp32": 4}
 
@@ -56,6 +71,7 @@ class Remedy:
     update: Update
     device_share: float
     """See :class:`Placement`."""
+    state_format: StateFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +79,7 @@ class Placement:
     """What the configuration asks for, reduced to what sizes depend on."""
 
     precision: Literal["bf16", "fp32"]
+    state_format: StateFormat = "fp32"
     param_home: Home
     state_home: Home
     update: Update
@@ -92,6 +109,7 @@ class Placement:
             state_home=remedy.state_home,
             update=remedy.update,
             device_share=remedy.device_share,
+            state_format=remedy.state_format,
         )
 
     @property
@@ -101,11 +119,23 @@ class Placement:
 
     @property
     def state_planes(self) -> tuple[PlaneSpec, ...]:
-        return STATE_PLANES[self.precision]
+        return STATE_PLANES[self.precision, self.state_format]
 
     @property
-    def state_itemsize(self) -> int:
-        return sum(plane.itemsize for plane in self.state_planes)
+    def residual_itemsize(self) -> int:
+        """Bytes per element of the residual plane; 0 where there is none."""
+        first = self.state_planes[0]
+        return first.itemsize if first.name == "residual" else 0
+
+    def plane_bytes(self, elements: int) -> tuple[tuple[str, int], ...]:
+        """The planes in the extent of a chunk of so many elements. The last one's bytes fill a page up."""
+        sizes = [plane.size_bytes(elements) for plane in self.state_planes]
+        sizes[-1] += align_up(sum(sizes), PAGE_BYTES) - sum(sizes)
+        return tuple((plane.name, size) for plane, size in zip(self.state_planes, sizes, strict=True))
+
+    def state_bytes(self, elements: int) -> int:
+        """Bytes of the extent of a chunk of so many elements."""
+        return sum(size for _, size in self.plane_bytes(elements))
 
 
 def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None) -> Placement:
@@ -131,6 +161,8 @@ def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None)
     has_device = device_free_bytes is not None
     states = zero.offload_optimizer
     state_home, device_share = _state_home(states.device, states.ratio, has_device=has_device)
+    if states.state_format != "fp32" and (state_home == "device" or device_share):
+        _refuse_format_on_device(states.state_format, states.device)
     device_bytes = None
     if device_free_bytes is not None:
         device_bytes = int(device_free_bytes * DEVICE_SHARE)
@@ -138,6 +170,7 @@ def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None)
             device_bytes = memory.device_bytes
     return Placement(
         precision=precision,
+        state_format=states.state_format,
         param_home=_home(zero.offload_param.device, has_device=has_device),
         state_home=state_home,
         device_share=device_share,
@@ -154,25 +187,42 @@ def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None)
     )
 
 
+def _refuse_format_on_device(state_format: str, device: str) -> NoReturn:
+    change = 'device = "cpu" or "nvme"' if device == "none" else "ratio = 1"
+    raise ConfigError(
+        f"zero_optimization.offload_optimizer.state_format: {state_format!r} is for state that the CPU updates, and"
+        f" this is, or a part of it, at home on the accelerator; set zero_optimization.offload_optimizer.{change},"
+        ' or use "fp32"'
+    )
+
+
 def _remedies(config: OffloadConfig, update: Update, *, has_device: bool) -> Iterator[Remedy]:
-    """What may be changed to need less memory: one setting, or two, or all. See `config.resolve`."""
+    """What may be changed to need less memory: one setting, or two, or all. See `config.resolve`.
+
+    What changes results, a format of state that is not exact, comes after everything else.
+    """
     zero = config.zero_optimization
-    params, states, ratio = (
+    params, states, ratio, kept_as = (
         zero.offload_param.device,
         zero.offload_optimizer.device,
         zero.offload_optimizer.ratio,
+        zero.offload_optimizer.state_format,
     )
     needs_whole_gradient = config.gradient_clipping is not None or config.resolve_batch(1).accumulation > 1
     may_update_early = update == "step" and not needs_whole_gradient
     updates: list[Update] = ["backward", update] if may_update_early else [update]
     whole = [states] if has_device and states == "cpu" and ratio < 1 else []
     choices = product(
+        [kept_as, *_smaller_formats(config)],
         [*((device, 1.0) for device in (*whole, *_below(states, has_device=has_device))), (states, ratio)],
         [*_below(params, has_device=has_device), params],
         updates,
     )
     remedies = []
-    for (new_states, new_ratio), new_params, new_update in choices:
+    for new_format, (new_states, new_ratio), new_params, new_update in choices:
+        state_home, share = _state_home(new_states, new_ratio, has_device=has_device)
+        if new_format != "fp32" and (state_home == "device" or share):
+            continue
         settings = []
         if new_states != states:
             settings.append(_move(config, "offload_optimizer", new_states))
@@ -183,12 +233,20 @@ def _remedies(config: OffloadConfig, update: Update, *, has_device: bool) -> Ite
             settings.append(stage + _move(config, "offload_param", new_params))
         if new_update != update:
             settings.append('zero_optimization.offload_optimizer.update = "backward"')
+        if new_format != kept_as:
+            name = "zero_optimization.offload_optimizer.state_format"
+            settings.append(f'{name} = "{new_format}" (rounded, not the exact format)')
         if settings:
-            state_home, share = _state_home(new_states, new_ratio, has_device=has_device)
             param_home = _home(new_params, has_device=has_device)
-            remedy = Remedy(" and ".join(settings), param_home, state_home, new_update, share)
-            remedies.append((len(settings), remedy))
-    yield from (remedy for _, remedy in sorted(remedies, key=itemgetter(0)))
+            remedy = Remedy(" and ".join(settings), param_home, state_home, new_update, share, new_format)
+            remedies.append((new_format != kept_as, len(settings), remedy))
+    yield from (remedy for *_, remedy in sorted(remedies, key=itemgetter(0, 1)))
+
+
+def _smaller_formats(config: OffloadConfig) -> list[StateFormat]:
+    """Formats of state that take less memory than the one asked for, the next first."""
+    order: list[StateFormat] = ["fp32", "bf16", "int8"] if config.precision == "bf16" else ["fp32", "bf16"]
+    return order[order.index(config.zero_optimization.offload_optimizer.state_format) + 1 :]
 
 
 def _below(device: str, *, has_device: bool) -> list[str]:
@@ -259,12 +317,6 @@ def refuse_unbuilt(config: OffloadConfig) -> None:
 
     if config.precision == "fp16":
         refuse("fp16.enabled", "fp16 training", "use bf16, which needs no loss scale, or fp32")
-    if zero.offload_optimizer.state_format != "fp32":
-        refuse(
-            "zero_optimization.offload_optimizer.state_format",
-            f"the format {zero.offload_optimizer.state_format!r}",
-            "use 'fp32', the exact one",
-        )
     if zero.offload_optimizer.update == "deferred":
         refuse("zero_optimization.offload_optimizer.update", "'deferred'", "use 'step' or 'backward'")
     for block in ("offload_param", "offload_optimizer"):

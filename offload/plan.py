@@ -158,7 +158,7 @@ class MemoryPlan:
 
     def _deepened(self) -> MemoryPlan:
         """With a ring of chunks that reads far ahead, as far as the budget's share allows."""
-        chunk_bytes = self.chunk_elements * self.placement.state_itemsize
+        chunk_bytes = self.placement.state_bytes(self.chunk_elements)
         share = min(READ_AHEAD_BYTES_MAX, int(self.placement.host_bytes * READ_AHEAD_SHARE))
         slots = max(self.chunk_slots, min(share // chunk_bytes, len(self.chunks)))
         return replace(self, chunk_slots=slots)
@@ -224,7 +224,19 @@ class MemoryPlan:
 
     def chunk_bytes(self, chunk: Chunk) -> int:
         """Bytes of the chunk's state extent."""
-        return chunk.elements * self.placement.state_itemsize
+        return self.placement.state_bytes(chunk.elements)
+
+    def plane_bytes(self, elements: int) -> Counter[str]:
+        """Bytes of the state planes of a unit with so many trained elements, over all its chunks."""
+        whole, rest = divmod(elements, self.chunk_elements)
+        total = Counter(dict(self.placement.plane_bytes(rest)))
+        for name, size in self.placement.plane_bytes(self.chunk_elements):
+            total[name] += whole * size
+        return total
+
+    def state_bytes(self, units: Iterable[UnitLayout]) -> int:
+        """Bytes of the units' optimizer state."""
+        return sum(self.plane_bytes(unit.elements).total() for unit in units)
 
     @cached_property
     def lines(self) -> tuple[PlanLine, ...]:
@@ -267,11 +279,11 @@ class MemoryPlan:
     def _state_lines(self) -> Iterator[PlanLine]:
         placement = self.placement
         if placement.state_home == "nvme":
-            size = self.chunk_elements * placement.state_itemsize
+            size = placement.state_bytes(self.chunk_elements)
             yield PlanLine("host", "optimizer state chunks", self.chunk_slots, size)
         for tier, units in self._units_by_update:
             home = tier if tier == "device" else placement.state_home
-            size = sum(unit.elements for unit in units) * placement.state_itemsize
+            size = self.state_bytes(units)
             yield PlanLine(home, "optimizer state", 1, size)
             if home == "nvme" and placement.generations == 2:
                 yield PlanLine(home, "state, second generation", 1, size)
@@ -405,10 +417,8 @@ class MemoryPlan:
         if self.placement.param_home == "nvme":
             moved["nvme_write", "weight"] += self.inventory.weight_bytes
         if self.placement.state_home == "nvme":
-            for plane in self.placement.state_planes:
-                if plane.name == "residual":
-                    moved["nvme_write", plane.name] += self.inventory.elements * plane.itemsize
-        return moved
+            moved["nvme_write", "residual"] += self.inventory.elements * self.placement.residual_itemsize
+        return +moved
 
     def bytes_moved(self, steps: int) -> Counter[LinkPlane]:
         """Bytes per link and plane in the first `steps` steps, of a model that uses its units in order.
@@ -418,12 +428,11 @@ class MemoryPlan:
         moved: Counter[LinkPlane] = Counter()
         if steps < 1:
             return moved
-        elements = self.inventory.elements
         if self.placement.state_home == "nvme":
-            for plane in self.placement.state_planes:
-                reads = steps if plane.name == "residual" else steps - 1
-                moved["nvme_read", plane.name] += reads * elements * plane.itemsize
-                moved["nvme_write", plane.name] += steps * elements * plane.itemsize
+            planes = (self.plane_bytes(unit.elements) for unit in self.inventory.units)
+            for name, size in sum(planes, Counter[str]()).items():
+                moved["nvme_read", name] += size * (steps if name == "residual" else steps - 1)
+                moved["nvme_write", name] += size * steps
         if not self.weights_stay:
             moved += self._weights_moved(steps)
         if self.placement.has_device:
@@ -460,7 +469,8 @@ class MemoryPlan:
         share = "all" if trainable == inventory.parameters else f"{trainable / 1e6:,.1f} M"
         rows = [
             f"{inventory.parameters / 1e6:,.1f} M parameters in {len(inventory.units)} units,"
-            f" {share} trainable; {placement.precision}, update in {placement.update},"
+            f" {share} trainable; {placement.precision}, optimizer state in {placement.state_format},"
+            f" update in {placement.update},"
             f" {len(self.chunks)} chunks of up to {self.chunk_elements / 1e6:.2f} M elements"
         ]
         for tier, budget in self._budgets:

@@ -27,9 +27,8 @@ from typing import Final
 
 from .. import metrics
 from ..aio import PREFETCH, QUEUE_DEPTH, REQUEST_BYTES, THREADS, WRITE_BACK, Queue, Ticket
-from ..bytesize import GiB, KiB, MiB, format_bytes, parse_bytes
+from ..bytesize import PAGE_BYTES, GiB, KiB, MiB, format_bytes, parse_bytes
 from ..errors import ConfigError, StoreError, TransferError
-from ..inventory import PAGE_BYTES
 from ..machine import IoSettings
 from ..slab import map_slab
 

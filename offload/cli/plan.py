@@ -58,7 +58,7 @@ def _units(plan: MemoryPlan) -> Iterator[str]:
     ):
         units = list(group)
         names = units[0].name if len(units) == 1 else f"{len(units)} x {units[0].name} ... {units[-1].name}"
-        state = elements * plan.placement.state_itemsize
+        state = plan.state_bytes(units[:1])
         yield (
             f"  {names}: {elements / 1e6:.2f} M elements, weights {format_bytes(weight_bytes)},"
             f" state {format_bytes(state)}"

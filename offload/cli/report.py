@@ -56,6 +56,7 @@ def build_report(account: Account, plan: MemoryPlan, ledger: Ledger, about: dict
         "parameters": inventory.parameters,
         "trainable_parameters": inventory.trainable_parameters,
         "state_bytes": STATE_BYTES_PER_PARAMETER * inventory.parameters,
+        "state_format": plan.placement.state_format,
         "host_bytes": host_bytes,
         "host_budget_bytes": plan.placement.host_bytes,
         "nvme_bytes": plan.bytes_total("nvme"),

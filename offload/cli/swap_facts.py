@@ -11,9 +11,8 @@ from pathlib import Path
 
 from .. import machine
 from ..blockdevice import BlockDevice, device_under
-from ..bytesize import GiB, format_bytes
+from ..bytesize import PAGE_BYTES, GiB, format_bytes
 from ..errors import ConfigError, OffloadError
-from ..inventory import PAGE_BYTES
 from ..metrics import Mount, mount_of
 from .facts import Fact
 from .host import Host

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _ZERO: Final = "zero_optimization"
 _PARAM: Final = "zero_optimization.offload_param"
 _OPTIMIZER: Final = "zero_optimization.offload_optimizer"
+_FORMAT: Final = "zero_optimization.offload_optimizer.state_format"
 _UPDATE: Final = "zero_optimization.offload_optimizer.update"
 
 _NVME_ONLY: Final = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
@@ -93,6 +94,7 @@ def check(config: OffloadConfig, given: dict[str, Any], report: Report) -> None:
     _check_batch(config, report)
     _check_placement(config, given, report)
     _check_update(config, report)
+    _check_format(config, report)
     _check_schedule(config, report)
 
 
@@ -154,6 +156,15 @@ def _check_update(config: OffloadConfig, report: Report) -> None:
     if (config.gradient_accumulation_steps or 1) > 1:
         report.problem(
             _UPDATE, _no_backward(f"{config.gradient_accumulation_steps} micro-batches are added up")
+        )
+
+
+def _check_format(config: OffloadConfig, report: Report) -> None:
+    if config.zero_optimization.offload_optimizer.state_format == "int8" and precision(config) == "fp32":
+        report.problem(
+            _FORMAT,
+            '"int8" keeps the fp32 master as a bf16 weight and 8 bits, and the weights of this run are fp32; write '
+            '"bf16", or set bf16.enabled = true',
         )
 
 

@@ -56,7 +56,8 @@ class OffloadOptimizer(_Offload):
     """Part of the optimizer state that is offloaded to host memory; the rest stays on the compute device. As
     DeepSpeed."""
     state_format: Literal["fp32", "bf16", "int8"] = "fp32"
-    """How moments are stored: exact, half the bytes, or a quarter. Ours."""
+    """How moments are stored: exact, half the bytes, or a quarter; int8 for bf16 training, with an 8-bit residual.
+    Ours."""
     update: Literal["auto", "backward", "step", "deferred"] = "auto"
     """When the update runs: as gradients appear in backward, in ``step()``, or ahead of the next use. Results
     are the same. Ours."""

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Literal
 
-from ..bytesize import KiB
-from ..inventory import PAGE_BYTES
+from ..bytesize import PAGE_BYTES, KiB
 from ..plan import Chunk, MemoryPlan
 
 PIECE_BYTES_MIN = 256 * KiB
@@ -114,7 +113,7 @@ def weight_cuts(plan: MemoryPlan, unit: int) -> list[int]:
 
 def state_planes(plan: MemoryPlan, chunk: Chunk) -> list[tuple[str, int]]:
     """The planes that lie side by side in a chunk's extent, and the bytes of each."""
-    return [(plane.name, chunk.elements * plane.itemsize) for plane in plan.placement.state_planes]
+    return list(plan.placement.plane_bytes(chunk.elements))
 
 
 @dataclass(slots=True)

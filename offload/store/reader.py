@@ -12,9 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from ..bytesize import MiB, format_bytes
+from ..bytesize import PAGE_BYTES, MiB, format_bytes
 from ..errors import CheckpointError
-from ..inventory import PAGE_BYTES
 from .layout import Extent, PlaneExtents, Stripes
 from .manifest import (
     HEAD_BYTES_MAX,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +68,7 @@ class Training:
     """One training run: what is trained, and how the loop is written."""
 
     precision: str = "fp32"
+    state_format: str = "fp32"
     steps: int = 4
     seed: int = 0
     tied: bool = False
@@ -126,7 +128,12 @@ class Training:
                 "stage": 3,
                 "sub_group_size": placement.chunk,
                 "offload_param": {"device": placement.param, **path},
-                "offload_optimizer": {"device": placement.state, "update": placement.update, **path},
+                "offload_optimizer": {
+                    "device": placement.state,
+                    "update": placement.update,
+                    "state_format": self.state_format,
+                    **path,
+                },
             },
             "aio": {"backend": placement.backend},
             "durability": {"verify": placement.verify},
@@ -280,3 +287,26 @@ def _schedule(training: Training, optimizer: torch.optim.Optimizer) -> Any:
 def half_up(master: torch.Tensor) -> torch.Tensor:
     """bf16 with ties away from zero, by the definition: add half of the last place, cut off."""
     return ((master.detach().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+@contextlib.contextmanager
+def prepared(
+    training: Training, placement: Placement, swap_path: Any, model: nn.Module | None = None
+) -> Iterator[tuple[nn.Module, Any]]:
+    """The model and its optimizer, for loops that do more between steps."""
+    model = training.model() if model is None else model
+    model, optimizer = offload.prepare(model, training.config(placement, swap_path))
+    with contextlib.closing(optimizer.engine):
+        yield model, optimizer
+
+
+def steps(model: nn.Module, optimizer: Any, batches: Iterable[torch.Tensor]) -> list[float]:
+    """One step for each batch; the losses."""
+    losses = []
+    for batch in batches:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -4,34 +4,13 @@ import contextlib
 
 import pytest
 import torch
-from models import Placement, Training, half_up, train_offloaded
+from models import Placement, Training, half_up, prepared, steps, train_offloaded
 from torch import nn
 
 import offload
 from offload.errors import CheckpointError, OffloadError
 
 PLACEMENTS = [Placement("none", "none"), Placement("nvme", "nvme"), Placement("nvme", "cpu", "backward")]
-
-
-@contextlib.contextmanager
-def prepared(training, placement, swap_path, model=None):
-    model = training.model() if model is None else model
-    model, optimizer = offload.prepare(model, training.config(placement, swap_path))
-    try:
-        yield model, optimizer
-    finally:
-        optimizer.engine.close()
-
-
-def steps(model, optimizer, batches):
-    losses = []
-    for batch in batches:
-        loss = model(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)

@@ -20,10 +20,10 @@ PLACEMENTS = [
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_the_same_bits(precision, placement, swap_path):
+@pytest.mark.parametrize("formats", [("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "int8")], ids="-".join)
+def test_the_same_bits(formats, placement, swap_path):
     """Trained and frozen parameters beside each other, a tied weight, evaluation between steps."""
-    training = Training(precision=precision, tied=True, frozen="blocks.0 blocks.2.norm", evaluate=True)
+    training = Training(*formats, tied=True, frozen="blocks.0 blocks.2.norm", evaluate=True)
     checked = train_offloaded(training, placement, swap_path)
     checked.assert_same_bits(
         train_offloaded(training, dataclasses.replace(placement, verify="off"), swap_path)

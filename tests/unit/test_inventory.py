@@ -2,7 +2,13 @@
 
 import itertools
 
-from offload.inventory import ELEMENTS_ALIGNMENT, ParamInfo, build_inventory, group_into_units
+from offload.inventory import (
+    ELEMENTS_ALIGNMENT,
+    PARAM_ALIGNMENT_BYTES,
+    ParamInfo,
+    build_inventory,
+    group_into_units,
+)
 
 
 def params(*names_and_sizes, trainable=True):
@@ -66,7 +72,7 @@ def test_every_parameter_is_placed_once_without_overlap():
     for unit in inventory.units:
         spans = sorted((p.offset, p.offset + p.info.nbytes) for p in unit.params)
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
-        assert all(offset % 64 == 0 for offset, _ in spans)
+        assert all(offset % PARAM_ALIGNMENT_BYTES == 0 for offset, _ in spans)
         assert unit.weight_bytes % 4096 == 0 and spans[-1][1] <= unit.weight_bytes
         assert unit.elements % ELEMENTS_ALIGNMENT == 0
         assert all(p.end <= unit.elements for p in unit.trainable)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import offload
 from offload.bytesize import KiB, format_bytes, parse_bytes, round_up_bytes
 from offload.config import OffloadConfig
-from offload.errors import PlanError
+from offload.errors import ConfigError, PlanError
 from offload.inventory import ParamInfo, build_inventory
 from offload.optim import Adam, kernels
 from offload.placement import STATE_PLANES, Placement, placement_of, refuse_unbuilt
@@ -122,12 +122,14 @@ def test_bytes_moved_is_linear_from_the_third_step_on():
     assert per_step["nvme_read", "weight"] >= 5 * 8192 * 2
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_state_planes_are_those_of_the_optimizer(precision):
-    specs = Adam(weight_format=precision).state_specs(640)
-    assert [(s.name, s.size_bytes // 640) for s in specs] == [
-        (plane.name, plane.itemsize) for plane in STATE_PLANES[precision]
-    ]
+@pytest.mark.parametrize("elements", [1, 127, 128, 2048, 8192 + 2048])
+@pytest.mark.parametrize(("precision", "state_format"), STATE_PLANES)
+def test_state_planes_are_those_of_the_optimizer(precision, state_format, elements):
+    specs = Adam(weight_format=precision, state_format=state_format).state_specs(elements)
+    planes = STATE_PLANES[precision, state_format]
+    assert [(s.name, s.size_bytes) for s in specs] == [(p.name, p.size_bytes(elements)) for p in planes]
+    residual = sum(spec.dtype.itemsize for spec in specs if spec.name == "residual")
+    assert placement(precision=precision, state_format=state_format).residual_itemsize == residual
 
 
 def test_no_trainable_parameter_is_refused():
@@ -225,10 +227,14 @@ def written(config, changes):
 
 def configs():
     """All combinations of what a hint depends on."""
-    for precision, stage, params, states, update, clipping, accumulation, ratio, idle in itertools.product(
-        ("bf16", "fp32"), (0, 3), ("none", "cpu", "nvme"), ("none", "cpu", "nvme"), ("auto", "step", "backward"),
-        (None, 1.0), (1, 2), (1.0, 0.5), (None, "/other"),
+    for precision, kept_as, stage, params, states, update, clipping, accumulation, ratio, idle in itertools.product(
+        ("bf16", "fp32"), ("fp32", "bf16", "int8"), (0, 3), ("none", "cpu", "nvme"), ("none", "cpu", "nvme"),
+        ("auto", "step", "backward"), (None, 1.0), (1, 2), (1.0, 0.5), (None, "/other"),
     ):  # fmt: skip
+        if (precision, kept_as) not in STATE_PLANES:
+            continue
+        if kept_as != "fp32" and (stage, idle) != (3, None):
+            continue  # two more formats of what is told in a hint by the same words
         if params != "none" and stage != 3:
             continue
         if update == "backward" and (clipping or accumulation > 1):
@@ -248,6 +254,7 @@ def configs():
                     "nvme_path": path.get(states, idle),
                     "update": update,
                     "ratio": ratio,
+                    "state_format": kept_as,
                 },
             },
         }
@@ -262,7 +269,11 @@ def test_every_hint_for_device_memory_leads_to_a_plan_that_fits(device_bytes, ho
         config["memory"] = {"host_bytes": host_bytes, "device_bytes": device_bytes}
         settings_ = OffloadConfig.from_dict(config)
         inventory = inventory_of([100_000] * 4, itemsize=2 if settings_.precision == "bf16" else 4)
-        place = placement_of(settings_, device_free_bytes=GiB)
+        try:
+            place = placement_of(settings_, device_free_bytes=GiB)
+        except ConfigError:
+            assert settings_.zero_optimization.offload_optimizer.state_format != "fp32"
+            continue
         try:
             MemoryPlan.build(place, inventory)
         except PlanError as error:
@@ -351,8 +362,8 @@ def test_update_in_backward_is_not_proposed_where_it_is_impossible(reason):
 
 models = st.lists(st.integers(50_000, 300_000), min_size=1, max_size=8)
 placements = st.builds(
-    placement,
-    precision=st.sampled_from(["bf16", "fp32"]),
+    lambda formats, **others: placement(precision=formats[0], state_format=formats[1], **others),
+    formats=st.sampled_from(list(STATE_PLANES)),
     param_home=st.sampled_from(["host", "nvme"]),
     state_home=st.sampled_from(["host", "nvme"]),
     update=st.sampled_from(["step", "backward"]),
@@ -411,7 +422,7 @@ def test_chunks_cover_every_unit_once(place, sizes):
         ends = [0] + [chunk.end for chunk in plan.chunks_of[unit]]
         assert [chunk.begin for chunk in plan.chunks_of[unit]] == ends[:-1] and ends[-1] == layout.elements
     assert [chunk.index for chunk in plan.chunks] == list(range(len(plan.chunks)))
-    assert max(plan.chunk_bytes(chunk) for chunk in plan.chunks) <= plan.chunk_elements * place.state_itemsize
+    assert max(plan.chunk_bytes(chunk) for chunk in plan.chunks) <= place.state_bytes(plan.chunk_elements)
 
 
 def test_a_sum_of_squares_is_of_as_many_elements_as_the_kernel_takes() -> None:

@@ -286,12 +286,19 @@ def test_too_little_space_is_refused_with_numbers(swap_path):
     directory.close()
 
 
-def plan_of(precision="bf16", sizes=(5000, 100, 40_000), chunk=8192):
+FORMATS = pytest.mark.parametrize(
+    "formats", [("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "int8")], ids="-".join
+)
+"""Precision of training and format of state."""
+
+
+def plan_of(formats=("bf16", "fp32"), sizes=(5000, 100, 40_000), chunk=8192):
+    precision, state_format = formats
     itemsize = 2 if precision == "bf16" else 4
     params = [ParamInfo(f"blocks.{i}.w.weight", (size,), itemsize, True) for i, size in enumerate(sizes)]
     placement = Placement(
-        precision=precision, param_home="nvme", state_home="nvme", update="step", grad_itemsize=4,
-        micro_batches=1, host_bytes=1 << 40, chunk_elements_max=chunk,
+        precision=precision, state_format=state_format, param_home="nvme", state_home="nvme", update="step",
+        grad_itemsize=4, micro_batches=1, host_bytes=1 << 40, chunk_elements_max=chunk,
     )  # fmt: skip
     return MemoryPlan.build(placement, build_inventory(params, weight_itemsize=itemsize))
 
@@ -320,9 +327,9 @@ def test_the_file_has_its_space_from_the_start(swap_path):
     store.close()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_extents_tile_the_file(precision):
-    plan = plan_of(precision)
+@FORMATS
+def test_extents_tile_the_file(formats):
+    plan = plan_of(formats)
     layout = StoreLayout(plan)
     extents = [extent for stripes in (*layout.weights, *layout.states) for extent in stripes.extents]
     assert_tiled(extents, 0, plan.bytes_total("nvme"))
@@ -336,11 +343,11 @@ def assert_tiled(extents, path, size):
     assert all(a.offset + a.size == b.offset for a, b in itertools.pairwise(on_path))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@FORMATS
 @pytest.mark.usefixtures("every_drive")
-def test_planes_come_back_as_written(swap_path, precision):
+def test_planes_come_back_as_written(swap_path, formats):
     """Weights and states, written in one order and read in another; the ledger counts."""
-    plan, ledger = plan_of(precision), Ledger()
+    plan, ledger = plan_of(formats), Ledger()
     store = SwapStore.open(one(swap_path), plan, Aio(), ledger)
     generator = torch.Generator().manual_seed(0)
 
@@ -370,19 +377,19 @@ def test_planes_come_back_as_written(swap_path, precision):
     store.close()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@FORMATS
 @pytest.mark.usefixtures("every_drive")
-def test_moments_never_written_are_zeros_and_cost_nothing(swap_path, precision):
-    plan, ledger = plan_of(precision), Ledger()
+def test_moments_never_written_are_zeros_and_cost_nothing(swap_path, formats):
+    plan, ledger = plan_of(formats), Ledger()
     store = SwapStore.open(one(swap_path), plan, Aio(), ledger)
     for chunk in plan.chunks:
-        residual = torch.full((chunk.elements * 2,), 7, dtype=torch.uint8)
-        if precision == "bf16":
+        residual = torch.full((chunk.elements * plan.placement.residual_itemsize,), 7, dtype=torch.uint8)
+        if residual.numel():
             store.write_residual(chunk, residual).wait()
         ledger.moved.clear()
         buffer = torch.full((plan.chunk_bytes(chunk),), 0xA5, dtype=torch.uint8)
         store.read_state(chunk, buffer).wait()
-        if precision == "bf16":
+        if residual.numel():
             assert torch.equal(buffer[: residual.numel()], residual)
             assert not buffer[residual.numel() :].any()
             assert ledger.moved == {("nvme_read", "residual"): residual.numel()}

@@ -20,15 +20,15 @@ from offload.store.layout import Extent, Stripes
 PAGE = 4096
 
 
-def plan_of(precision):
+def plan_of(precision, state_format):
     itemsize = 2 if precision == "bf16" else 4
     params = [
         ParamInfo(f"blocks.{index}.weight", (size,), itemsize, True)
         for index, size in enumerate((300_000, 100, 70_001))
     ]
     placement = Placement(
-        precision=precision, param_home="nvme", state_home="nvme", update="step", grad_itemsize=4,
-        micro_batches=1, host_bytes=1 << 40, chunk_elements_max=50_000,
+        precision=precision, state_format=state_format, param_home="nvme", state_home="nvme", update="step",
+        grad_itemsize=4, micro_batches=1, host_bytes=1 << 40, chunk_elements_max=50_000,
     )  # fmt: skip
     return MemoryPlan.build(placement, build_inventory(params, weight_itemsize=itemsize))
 
@@ -36,8 +36,8 @@ def plan_of(precision):
 class Planes:
     """A store and what was written to it."""
 
-    def __init__(self, tmp_path, precision="bf16", drives=1):
-        self.plan = plan_of(precision)
+    def __init__(self, tmp_path, formats=("bf16", "fp32"), drives=1):
+        self.plan = plan_of(*formats)
         paths = []
         for index in range(drives):
             (tmp_path / f"drive{index}").mkdir()
@@ -77,15 +77,16 @@ class Planes:
         return found
 
 
-@pytest.fixture(params=["bf16", "fp32"])
-def precision(request):
+@pytest.fixture(params=[("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "int8")], ids="-".join)
+def formats(request):
+    """Precision of training and format of state."""
     return request.param
 
 
 @pytest.mark.parametrize("drives", [1, 3])
 @pytest.mark.usefixtures("every_drive")
-def test_every_flipped_byte_is_found_and_named(tmp_path, precision, drives):
-    planes = Planes(tmp_path, precision, drives)
+def test_every_flipped_byte_is_found_and_named(tmp_path, formats, drives):
+    planes = Planes(tmp_path, formats, drives)
     rng = random.Random(drives)
     assert planes.errors() == []
     for _ in range(12):
@@ -99,7 +100,8 @@ def test_every_flipped_byte_is_found_and_named(tmp_path, precision, drives):
         (error,) = planes.errors()
         assert error.errno == errno.EBADMSG and error.filename == str(planes.files[path])
         assert error.offset <= at < error.offset + error.size <= error.offset + checksums.BLOCK_BYTES
-        names = r"(weight of|(residual|exp_avg|exp_avg_sq) of chunk \d+ of) unit (blocks\.\d) \((\3\.weight|padding)\)"
+        planes_of = r"(residual|exp_avg|exp_avg_sq|scale) of chunk \d+ of"
+        names = rf"(weight of|{planes_of}) unit (blocks\.\d) \((\3\.weight|padding)\)"
         sums = r"crc32c 0x[0-9a-f]{8} was written and 0x[0-9a-f]{8} read"
         assert re.search(f"; {names}: {sums}; the drive, or another process, has changed", str(error))
         with open(planes.files[path], "r+b") as file:
@@ -110,9 +112,9 @@ def test_every_flipped_byte_is_found_and_named(tmp_path, precision, drives):
 
 
 @pytest.mark.usefixtures("every_drive")
-def test_parts_of_planes_are_written_and_checked(tmp_path, precision):
+def test_parts_of_planes_are_written_and_checked(tmp_path, formats):
     """Any pages of a weight plane, the residual plane alone, whole chunks, in any order."""
-    planes, rng = Planes(tmp_path, precision, drives=2), random.Random(5)
+    planes, rng = Planes(tmp_path, formats, drives=2), random.Random(5)
     for _ in range(25):
         unit = rng.randrange(len(planes.weights))
         plane = planes.weights[unit]
@@ -120,9 +122,10 @@ def test_parts_of_planes_are_written_and_checked(tmp_path, precision):
         plane[begin:end] = planes.noise(end - begin)
         planes.store.write_weight(unit, plane, begin, end).wait()
         chunk = rng.choice(list(planes.states))
-        size = chunk.elements * 2 if precision == "bf16" else planes.states[chunk].numel()
+        residual = chunk.elements * planes.plan.placement.residual_itemsize
+        size = residual or planes.states[chunk].numel()
         planes.states[chunk][:size] = planes.noise(size)
-        if precision == "bf16":
+        if residual:
             planes.store.write_residual(chunk, planes.states[chunk][:size].clone()).wait()
         else:
             planes.store.write_state(chunk, planes.states[chunk]).wait()

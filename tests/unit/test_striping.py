@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from offload.bytesize import PAGE_BYTES
 from offload.config.kinds import SwapPath
 from offload.config.schema import Aio
 from offload.errors import StoreError
-from offload.inventory import PAGE_BYTES, ParamInfo, build_inventory
+from offload.inventory import ParamInfo, build_inventory
 from offload.ledger import Ledger
 from offload.placement import Placement, SwapPaths
 from offload.plan import MemoryPlan
