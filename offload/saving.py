@@ -20,7 +20,7 @@ from torch import nn
 
 from .config.schema import Aio, Durability
 from .engine import OffloadEngine
-from .errors import CheckpointError, ConfigError, OffloadError
+from .errors import CheckpointError, ConfigError, NoCheckpointError, OffloadError
 from .homes import fetch_home
 from .ledger import Ledger
 from .links import Ticket, wait_for_end
@@ -28,7 +28,6 @@ from .pipeline import NvmeStates, ResidentStates
 from .resuming import find_target, read_training, shapes_for
 from .store import SwapStore
 from .store.commits import find_commits
-from .store.recovery import give_up_newest
 from .store.tensors import forget_tensors, write_tensors
 from .training_state import Stateful, TrainingState, capture, check_engine, restore, restore_part
 from .weights import HostSlots, StreamedWeights
@@ -253,8 +252,6 @@ class SavedEngine(OffloadEngine):
         self,
         dir: str | Path | None = None,  # noqa: A002  (DeepSpeed's name)
         tag: str | None = None,
-        *,
-        previous: bool = False,
     ) -> tuple[str, dict[str, Any]]:
         """Goes back to a commit: this run's last one, or that of a run that has ended, whose store becomes ours.
 
@@ -262,7 +259,6 @@ class SavedEngine(OffloadEngine):
             dir: a swap directory, or a swap path, as :func:`offload.prepare` takes for ``resume``; None: this run's
                 own last commit, or else the newest on the configuration's swap paths.
             tag: what the commit has to be called.
-            previous: the commit before the last one, for good, should that be damaged.
 
         Returns:
             The directory, and the ``client_state`` that was saved.
@@ -275,9 +271,9 @@ class SavedEngine(OffloadEngine):
             self._refuse_half_a_step("loaded")
             own = self._store
             if own is not None and own.serial and (dir is None or self._holds_own(own, Path(dir))):
-                state = self._go_back(own, tag, previous=previous)
+                state = self._go_back(own, tag)
             elif dir is None or self._is_commit(Path(dir)):
-                state = self._adopt(True if dir is None else dir, tag, previous=previous)
+                state = self._adopt(True if dir is None else dir, tag)
             else:
                 return load_elsewhere(self, Path(dir), tag)
             self._restore(state)
@@ -290,29 +286,22 @@ class SavedEngine(OffloadEngine):
     def _is_commit(self, path: Path) -> bool:
         return self._is_own(path) or bool(list(path.expanduser().glob("manifest-?.json")))
 
-    def _go_back(self, store: SwapStore, tag: str | None, *, previous: bool) -> TrainingState:
-        found = find_commits(store.path)
-        manifest = found.before() if previous else found.newest
-        if manifest is None:
-            raise CheckpointError(f"{store.path}: there is no commit before number {found.newest.serial}")
+    def _go_back(self, store: SwapStore, tag: str | None) -> TrainingState:
+        manifest = find_commits(store.path).newest
         state = read_training(store.path, manifest)
         if tag is not None and state.tag != tag:
             raise CheckpointError(f"{store.path}: its commit is called {state.tag!a}, not {tag!a}")
         check_engine(self, self._owned_model(), state)
         self._empty()
-        if previous:
-            give_up_newest(store.path, found)
         store.restore(manifest)
         self._fetch(store)
         return state
 
-    def _adopt(self, where: Any, tag: str | None, *, previous: bool) -> TrainingState:
+    def _adopt(self, where: Any, tag: str | None) -> TrainingState:
         """Another run's store becomes ours, and ours goes."""
         own = self._committing_store()
         placement, inventory = self.plan.placement, self.plan.inventory
-        target = find_target(
-            where, self._roots, self.partition, placement, inventory, previous=previous, tag=tag
-        )
+        target = find_target(where, self._roots, self.partition, placement, inventory, tag=tag)
         if target.plan.chunk_elements != self.plan.chunk_elements:
             raise CheckpointError(
                 f"{target.directory}: its chunks have {target.plan.chunk_elements} elements, and those of this plan"
@@ -374,8 +363,11 @@ def load_elsewhere(engine: SavedEngine, directory: Path, tag: str | None) -> tup
     """Reads what :func:`save_elsewhere` wrote.
 
     Raises:
+        NoCheckpointError: there is nothing.
         ConfigError: it is not built yet.
     """
+    if not directory.is_dir() or not any(directory.iterdir()):
+        raise NoCheckpointError(f"{directory}: there is nothing to load")
     raise ConfigError(
         f"load_checkpoint from {directory}: it is no swap directory with a commit, and nothing else is built yet"
     )
