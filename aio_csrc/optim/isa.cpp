@@ -25,6 +25,8 @@ constexpr Isa kIsas[] = {
        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
               __builtin_cpu_supports("f16c");
      }},
+#elif defined(__aarch64__)
+    {"neon", &kNeonKernels, [] { return true; }},
 #endif
     {"scalar", &kScalarKernels, [] { return true; }},
 };
