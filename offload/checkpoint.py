@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .access import MOMENTS, ChunkAccess, gathered, join_master, read_master, read_weight, write_weight
+from .access import ChunkAccess, gathered, join_master, read_master, read_weight, write_weight
 from .engine import OffloadEngine
 from .errors import CheckpointError, OffloadError
 from .models.pretrained import TensorSpec, write_checkpoint
+from .optim.moments import ADAM_MOMENTS
 from .partition import StoredParam, is_marker
 from .placement import STATE_BLOCK
 
@@ -123,7 +124,7 @@ def optimizer_state(engine: OffloadEngine) -> Iterator[tuple[StoredParam, dict[s
     for stored in engine.partition.trainable:
         planes = access.read(stored, *(plane.name for plane in engine.plan.placement.state_planes))
         state = {"step": torch.tensor(float(stored.step))}
-        for plane in MOMENTS:
+        for plane in ADAM_MOMENTS:
             state[plane] = planes[plane].as_strided(stored.placed.info.shape, stored.stride)
         if "scale" in planes:
             state["scale"] = planes["scale"].view(-1, 2)
@@ -153,7 +154,7 @@ def load_optimizer_state(
         )
     access = ChunkAccess(engine)
     for stored, state in states.items():
-        planes = {plane: stored.flatten(state[plane], torch.float32) for plane in MOMENTS}
+        planes = {plane: stored.flatten(state[plane], torch.float32) for plane in ADAM_MOMENTS}
         if saved_as == kept_as and "scale" in state:
             planes["scale"] = state["scale"].flatten()
         access.write(stored, planes)
@@ -165,7 +166,7 @@ def load_optimizer_state(
 def check_optimizer_state(stored: StoredParam, state: dict[str, torch.Tensor]) -> None:
     """Raises CheckpointError where a plane is missing or has another shape than the parameter."""
     shape = stored.placed.info.shape
-    for plane in (*MOMENTS, *(["master"] if "master" in state else [])):
+    for plane in (*ADAM_MOMENTS, *(["master"] if "master" in state else [])):
         if plane not in state or tuple(state[plane].shape) != shape:
             got = tuple(state[plane].shape) if plane in state else "nothing"
             raise CheckpointError(f"{stored.name}: {plane} of shape {shape} expected, got {got}")

@@ -20,6 +20,7 @@ from .errors import ConfigError
 
 Home = Literal["device", "host", "nvme"]
 Update = Literal["backward", "step"]
+WeightFormat = Literal["bf16", "fp32"]
 StateFormat = Literal["fp32", "bf16", "int8"]
 
 CHUNK_ELEMENTS_MAX = 4 << 20
@@ -78,7 +79,7 @@ class Remedy:
 class Placement:
     """What the configuration asks for, reduced to what sizes depend on."""
 
-    precision: Literal["bf16", "fp32"]
+    precision: WeightFormat
     state_format: StateFormat = "fp32"
     param_home: Home
     state_home: Home

@@ -5,16 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
 from ..errors import ConfigError
+from ..placement import StateFormat, WeightFormat
 from . import kernels
 from .kernels import Segment
-
-WeightFormat = Literal["bf16", "fp32"]
-StateFormat = Literal["fp32", "bf16", "int8"]
 
 _MOMENT_TYPES = {
     "fp32": (torch.float32, torch.float32),
