@@ -15,9 +15,13 @@ from setuptools import setup
 CSRC = "aio_csrc"
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 ISA_FLAGS: dict[str, list[str]] = {
-    "adam_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "adam_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
+    "adam_avx2.cpp": AVX2,
+    "adam_avx512.cpp": AVX512,
+    "rules_avx2.cpp": AVX2,
+    "rules_avx512.cpp": AVX512,
 }
 COMMON_FLAGS = ["-O3", "-g1", "-Wall", "-Wextra", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
 
@@ -58,7 +62,7 @@ class BuildExtensions(build_ext):
 setup(
     ext_modules=[
         extension("_aio", "util/*.cpp", "io/*.cpp", "bindings/aio.cpp"),
-        extension("_adam", "util/*.cpp", "optim/*.cpp", "bindings/adam.cpp"),
+        extension("_adam", "util/*.cpp", "optim/*.cpp", "bindings/adam.cpp", "bindings/rules.cpp"),
     ],
     cmdclass={"build_ext": BuildExtensions},
 )

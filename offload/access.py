@@ -16,7 +16,7 @@ from .bytesize import PAGE_BYTES, align_up
 from .engine import OffloadEngine
 from .errors import OffloadError
 from .optim import kernels
-from .optim.moments import ADAM_MOMENTS, decoded, encode
+from .optim.moments import decoded, encode
 from .partition import GATHER_LOSS, StoredParam
 from .placement import STATE_BLOCK
 from .plan import Chunk
@@ -107,6 +107,7 @@ class ChunkAccess:
     def __init__(self, engine: OffloadEngine) -> None:
         engine.settle_updates()
         self._engine = engine
+        self._moments = engine.optimizer.moments
         self._chunk: Chunk | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -115,8 +116,8 @@ class ChunkAccess:
         pieces: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         for chunk, begin, end in self._pieces(stored):
             planes = _cut(self._planes(chunk), begin, end)
-            if any(name in ADAM_MOMENTS for name in names):
-                planes |= decoded(planes)
+            if any(name in self._moments for name in names):
+                planes |= decoded(planes, self._moments)
             for name in names:
                 pieces[name].append(planes[name].clone().cpu())
         return {name: torch.cat(found) if found else torch.empty(0) for name, found in pieces.items()}
@@ -132,9 +133,9 @@ class ChunkAccess:
         for chunk, begin, end in self._pieces(stored):
             own = _cut(self._planes(chunk), begin, end)
             given = _cut(planes, done, done + end - begin)
-            if any(name in given for name in ADAM_MOMENTS):
-                encode(given, own)
-            for name in given.keys() - {*ADAM_MOMENTS, "scale"}:
+            if self._moments and self._moments[0] in given:
+                encode(given, own, self._moments)
+            for name in given.keys() - {*self._moments, "scale"}:
                 own[name].copy_(given[name])
             self._engine.write_chunk(chunk, self._buffer)
             done += end - begin

@@ -10,9 +10,10 @@ import torch
 
 from ..errors import CheckpointError, ConfigError
 from ..placement import StateFormat, WeightFormat
-from .adam import Adam, PlaneSpec
-from .kernels import Segment
+from .adam import Adam
 from .moments import ADAM_MOMENTS, decoded, encode
+from .segments import Span
+from .shard import PlaneSpec
 
 __all__ = ["CPUAdam"]
 
@@ -117,21 +118,10 @@ class CPUAdam(torch.optim.Optimizer):
             for spec in self._specs(param):
                 state[spec.name] = _empty(param, spec).zero_()
         state["step"] += 1
-        beta1, beta2 = group["betas"]
-        segment = Segment(
-            begin=0,
-            end=param.numel(),
-            step=int(state["step"]),
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            element=element,
-        )
         flat = param.detach().contiguous().view(-1)
         planes = {name: plane.view(-1) for name, plane in state.items() if name != "step"}
         adam = self._adam_of[param.dtype, group["decoupled_weight_decay"]]
+        segment = adam.segment(Span(0, param.numel(), int(state["step"]), element=element), group)
         adam.update({"weight": flat, **planes}, [segment], grad.contiguous().view(-1))
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))

@@ -7,11 +7,12 @@ from typing import Final
 
 import torch
 
+from ..placement import MOMENTS
 from . import kernels
 
 __all__ = ["ADAM_MOMENTS", "decoded", "encode"]
 
-ADAM_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+ADAM_MOMENTS: Final = MOMENTS["adam"]
 
 
 def decoded(
