@@ -17,9 +17,13 @@ ARCHITECTURE = {"amd64": "x86_64", "arm64": "aarch64"}.get(
     platform.machine().lower(), platform.machine().lower()
 )
 
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 ISA_FLAGS: dict[str, list[str]] = {
-    "adam_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "adam_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
+    "adam_avx2.cpp": AVX2,
+    "adam_avx512.cpp": AVX512,
+    "rules_avx2.cpp": AVX2,
+    "rules_avx512.cpp": AVX512,
 }
 OF_ARCHITECTURE = {"avx2": "x86_64", "avx512": "x86_64", "neon": "aarch64"}
 """What a file whose name ends in an instruction set is built for."""
@@ -66,7 +70,7 @@ class BuildExtensions(build_ext):
 setup(
     ext_modules=[
         extension("_aio", "util/*.cpp", "io/*.cpp", "bindings/aio.cpp"),
-        extension("_adam", "util/*.cpp", "optim/*.cpp", "bindings/adam.cpp"),
+        extension("_adam", "util/*.cpp", "optim/*.cpp", "bindings/adam.cpp", "bindings/rules.cpp"),
     ],
     cmdclass={"build_ext": BuildExtensions},
 )
