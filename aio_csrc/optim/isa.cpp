@@ -27,7 +27,7 @@ constexpr Isa kIsas[] = {
               __builtin_cpu_supports("f16c");
      }},
 #elif defined(__aarch64__)
-    {"neon", &kNeonKernels, [] { return true; }},
+    {"neon", &kNeonKernels, &kNeonRules, [] { return true; }},
 #endif
     {"scalar", &kScalarKernels, &kScalarRules, [] { return true; }},
 };

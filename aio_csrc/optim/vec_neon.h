@@ -165,6 +165,9 @@ struct VecNeon {
     return each([=](int i) { return vld1q_f32(p + 4 * i); });
   }
   static VecNeon load(const Bf16* p) { return from_bits(Bits::from_high(Words::load(p))); }
+  static VecNeon load(const Fp16* p) {
+    return each([=](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p[4 * i].bits))); });
+  }
   void store(float* p) const {
     for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, x[i]);
   }

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
-    *(ROOT / "aio_csrc/optim" / name for name in ("adam_neon.cpp", "adam_scalar.cpp")),
+    *(ROOT / f"aio_csrc/optim/{name}_{isa}.cpp" for name in ("adam", "rules") for isa in ("neon", "scalar")),
     ROOT / "tests/optim/native/compare_kernels.cpp",
 ]
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"

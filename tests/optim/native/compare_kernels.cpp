@@ -8,6 +8,7 @@
 
 #include "optim/fp_environment.h"
 #include "optim/kernel_table.h"
+#include "optim/rule_table.h"
 
 using namespace offload::optim;
 
@@ -15,8 +16,10 @@ namespace {
 
 #if defined(__aarch64__)
 const KernelTable& vector_kernels = kNeonKernels;
+const RuleTable& vector_rules = kNeonRules;
 #else
 const KernelTable& vector_kernels = kAvx2Kernels;
+const RuleTable& vector_rules = kAvx2Rules;
 #endif
 
 constexpr size_t kCount = 5 * kStateBlock + 77;
@@ -75,36 +78,73 @@ Plane bytes(size_t count) {
 
 int failures = 0;
 
-void compare(const char* what, const Plane& ours, const Plane& expected) {
-  if (ours == expected) return;
-  size_t at = 0;
-  while (ours[at] == expected[at]) ++at;
-  std::printf("%s differs at byte %zu: %02x, not %02x\n", what, at, ours[at], expected[at]);
-  ++failures;
+void compare(const std::string& what, const Plane& ours, const Plane& expected) {
+  for (size_t at = 0; at < ours.size(); ++at) {
+    if (ours[at] == expected[at]) continue;
+    std::printf("%s differs at byte %zu: %02x, not %02x\n", what.c_str(), at, ours[at], expected[at]);
+    ++failures;
+    return;
+  }
 }
 
-void adam(const KernelTable& kernels, size_t format, size_t others, Planes& planes, const AdamCoefficients& c,
-          size_t begin, size_t end) {
-  const AdamPlanes raw{
-      planes.weight.data(),
-      planes.residual.data(),
-      {planes.exp_avg.data(), planes.exp_avg_sq.data(), reinterpret_cast<float*>(planes.scale.data())},
-      planes.grad.data()};
-  kernels.adam[format][others](c, {0x1234567, 0x89ABCDEF, 0xFFFFFF00}, raw, begin, end);
+// Which bits a NaN has that arithmetic makes depends on how the compiler arranges it.
+void make_nans_canonical(Plane& plane) {
+  for (size_t at = 0; at + 4 <= plane.size(); at += 4) {
+    float value;
+    std::memcpy(&value, &plane[at], 4);
+    if (value != value) std::memcpy(&plane[at], &kCanonicalNan, 4);
+  }
 }
 
-Planes random_planes(size_t format, bool split, bool wide_grad) {
+AdamPlanes raw(Planes& planes) {
+  return {planes.weight.data(),
+          planes.residual.data(),
+          {planes.exp_avg.data(), planes.exp_avg_sq.data(), reinterpret_cast<float*>(planes.scale.data())},
+          planes.grad.data()};
+}
+
+Planes random_planes(StateFormat state, PlaneFormat others) {
+  const bool split = others < PlaneFormat::kFp32WeightFp16Grad;
+  const bool wide_grad =
+      others == PlaneFormat::kBf16WeightFp32Grad || others == PlaneFormat::kFp32WeightFp32Grad;
+  const auto moments = [&](bool positive) {
+    if (state == StateFormat::kInt8) return bytes(kCount);
+    return state == StateFormat::kBf16 ? halves(kCount, positive) : floats(kCount, positive);
+  };
   Planes planes;
   planes.weight = split ? halves(kCount) : floats(kCount);
-  planes.residual = bytes(kCount * (format == 2 ? 1 : 2));
-  planes.exp_avg = format == 0 ? floats(kCount) : format == 1 ? halves(kCount) : bytes(kCount);
-  planes.exp_avg_sq = format == 0 ? floats(kCount, true) : format == 1 ? halves(kCount, true) : bytes(kCount);
+  planes.residual = bytes(kCount * (state == StateFormat::kInt8 ? 1 : 2));
+  planes.exp_avg = moments(false);
+  planes.exp_avg_sq = moments(true);
   planes.scale = floats(2 * (kCount / kStateBlock + 1), true);
   planes.grad = wide_grad ? floats(kCount) : halves(kCount);
   return planes;
 }
 
-void compare_adam(size_t format, size_t others, bool split, bool wide_grad) {
+// Runs step(planes, use_vectors) on equal planes.
+template <class Step>
+void compare_step(const std::string& name, StateFormat state, PlaneFormat others, const Step& step) {
+  Planes ours = random_planes(state, others);
+  Planes expected = ours;
+  step(raw(ours), true);
+  step(raw(expected), false);
+  for (Planes* planes : {&ours, &expected}) {
+    if (planes->weight.size() == 4 * kCount) make_nans_canonical(planes->weight);
+    if (state == StateFormat::kFp32) make_nans_canonical(planes->exp_avg);
+    if (state == StateFormat::kFp32) make_nans_canonical(planes->exp_avg_sq);
+  }
+  compare(name + " weight", ours.weight, expected.weight);
+  compare(name + " residual", ours.residual, expected.residual);
+  compare(name + " exp_avg", ours.exp_avg, expected.exp_avg);
+  compare(name + " exp_avg_sq", ours.exp_avg_sq, expected.exp_avg_sq);
+  compare(name + " scale", ours.scale, expected.scale);
+}
+
+constexpr NoiseKeys kKeys{0x1234567, 0x89ABCDEF, 0xFFFFFF00};
+
+void compare_adam(StateFormat state, PlaneFormat others) {
+  const auto row = static_cast<size_t>(state), column = static_cast<size_t>(others);
+  if (kScalarKernels.adam[row][column] == nullptr) return;
   for (int round = 0; round < 24; ++round) {
     wild = round < 8;
     const AdamCoefficients c{
@@ -119,17 +159,40 @@ void compare_adam(size_t format, size_t others, bool split, bool wide_grad) {
         .eps = 1e-8F,
         .step_size = 1e-3F,
     };
-    Planes ours = random_planes(format, split, wide_grad);
-    Planes expected = ours;
-    const size_t begin = format == 2 ? kStateBlock : 3, end = kCount - static_cast<size_t>(round);
-    adam(vector_kernels, format, others, ours, c, begin, end);
-    adam(kScalarKernels, format, others, expected, c, begin, end);
-    const std::string name = "adam " + std::to_string(format) + "/" + std::to_string(others) + " ";
-    compare((name + "weight").c_str(), ours.weight, expected.weight);
-    compare((name + "residual").c_str(), ours.residual, expected.residual);
-    compare((name + "exp_avg").c_str(), ours.exp_avg, expected.exp_avg);
-    compare((name + "exp_avg_sq").c_str(), ours.exp_avg_sq, expected.exp_avg_sq);
-    compare((name + "scale").c_str(), ours.scale, expected.scale);
+    const size_t begin = state == StateFormat::kInt8 ? kStateBlock : 3;
+    const size_t end = kCount - static_cast<size_t>(round);
+    const std::string name = "adam " + std::to_string(row) + "/" + std::to_string(column);
+    compare_step(name, state, others, [&](const AdamPlanes& planes, bool use_vectors) {
+      const KernelTable& kernels = use_vectors ? vector_kernels : kScalarKernels;
+      kernels.adam[row][column](c, kKeys, planes, begin, end);
+    });
+  }
+}
+
+void compare_rule(size_t rule, StateFormat state, PlaneFormat others) {
+  for (int round = 0; round < 24; ++round) {
+    wild = round < 8;
+    const RuleCoefficients c{
+        .grad_scale = 0.5F,
+        .rate = 1e-2F,
+        .decay_into_grad = round % 2 ? 0.01F : 0.0F,
+        .keep = 0.99F,
+        .mix_old = 0.9F,
+        .mix_new = 0.1F,
+        .old = 0.95F,
+        .fresh = 0.05F,
+        .eps = 1e-8F,
+        .initial = 0.5F,
+        .is_first = round % 4 >= 2,
+        .nesterov = round % 8 >= 4,
+    };
+    const auto column = static_cast<size_t>(others);
+    const std::string name = "rule " + std::to_string(rule) + "/" + std::to_string(column);
+    compare_step(name, state, others, [&](const AdamPlanes& planes, bool use_vectors) {
+      const RuleTable& rules = use_vectors ? vector_rules : kScalarRules;
+      const auto& formats = state == StateFormat::kBf16 ? rules.bf16[rule] : rules.fp32[rule];
+      formats.of[column](c, kKeys, planes, 3, kCount - static_cast<size_t>(round));
+    });
   }
 }
 
@@ -145,11 +208,11 @@ void compare_moments(size_t format) {
     p.exp_avg_sq.resize(kCount * 2);
     p.scale.resize(8 * (kCount / kStateBlock + 1));
     decoded[side].resize(kCount * 8);
-    const MomentPlanes raw{p.exp_avg.data(), p.exp_avg_sq.data(), reinterpret_cast<float*>(p.scale.data())};
+    const MomentPlanes stored = raw(p).moments;
     tables[side]->encode_moments[format](reinterpret_cast<const float*>(m.data()),
-                                         reinterpret_cast<const float*>(v.data()), raw, 0, kCount);
+                                         reinterpret_cast<const float*>(v.data()), stored, 0, kCount);
     auto* values = reinterpret_cast<float*>(decoded[side].data());
-    tables[side]->decode_moments[format](raw, values, values + kCount, 0, kCount);
+    tables[side]->decode_moments[format](stored, values, values + kCount, 0, kCount);
   }
   compare("encoded exp_avg", planes[0].exp_avg, planes[1].exp_avg);
   compare("encoded exp_avg_sq", planes[0].exp_avg_sq, planes[1].exp_avg_sq);
@@ -158,7 +221,7 @@ void compare_moments(size_t format) {
 }
 
 template <class Residual>
-void compare_master(const char* name, const MasterKernels<Residual>& ours,
+void compare_master(const std::string& name, const MasterKernels<Residual>& ours,
                     const MasterKernels<Residual>& scalar) {
   wild = true;
   const Plane master = floats(kCount), fresh = halves(kCount);
@@ -175,27 +238,32 @@ void compare_master(const char* name, const MasterKernels<Residual>& ours,
     std::memcpy(w, fresh.data(), kCount);  // half of them
     tables[side]->assign(w, r, reinterpret_cast<const Bf16*>(fresh.data()), kCount);
   }
-  compare((std::string(name) + " weight").c_str(), weight[0], weight[1]);
-  compare((std::string(name) + " residual").c_str(), residual[0], residual[1]);
-  compare((std::string(name) + " master").c_str(), joined[0], joined[1]);
+  compare(name + " weight", weight[0], weight[1]);
+  compare(name + " residual", residual[0], residual[1]);
+  compare(name + " master", joined[0], joined[1]);
+}
+
+template <class Element>
+void compare_sum(const char* name, double (*ours)(const Element*, size_t),
+                 double (*scalar)(const Element*, size_t), const Plane& values) {
+  for (const size_t count : {size_t{0}, size_t{1}, size_t{15}, size_t{16}, size_t{1000}, kSquareBlock}) {
+    const auto* elements = reinterpret_cast<const Element*>(values.data());
+    const double sum = ours(elements, count), expected = scalar(elements, count);
+    const bool both_nan = sum != sum && expected != expected;
+    if (!both_nan && std::memcmp(&sum, &expected, sizeof(double)) != 0) {
+      std::printf("sum of %zu squares of %s differs: %a, not %a\n", count, name, sum, expected);
+      ++failures;
+    }
+  }
 }
 
 void compare_sums() {
-  const Plane wide = floats(kSquareBlock), narrow = halves(kSquareBlock);
-  for (size_t count : {size_t{0}, size_t{1}, size_t{15}, size_t{16}, size_t{1000}, kSquareBlock}) {
-    const auto* fp32 = reinterpret_cast<const float*>(wide.data());
-    const auto* bf16 = reinterpret_cast<const Bf16*>(narrow.data());
-    const double ours[2] = {vector_kernels.square_sum_fp32(fp32, count),
-                            vector_kernels.square_sum_bf16(bf16, count)};
-    const double expected[2] = {kScalarKernels.square_sum_fp32(fp32, count),
-                                kScalarKernels.square_sum_bf16(bf16, count)};
-    for (int i = 0; i < 2; ++i) {
-      const bool both_nan = ours[i] != ours[i] && expected[i] != expected[i];
-      if (!both_nan && std::memcmp(&ours[i], &expected[i], sizeof(double)) != 0) {
-        std::printf("sum of %zu squares differs: %a, not %a\n", count, ours[i], expected[i]);
-        ++failures;
-      }
-    }
+  for (const bool with_special : {false, true}) {
+    wild = with_special;
+    const Plane wide = floats(kSquareBlock), narrow = halves(kSquareBlock);
+    compare_sum("fp32", vector_kernels.square_sum_fp32, kScalarKernels.square_sum_fp32, wide);
+    compare_sum("bf16", vector_kernels.square_sum_bf16, kScalarKernels.square_sum_bf16, narrow);
+    compare_sum("fp16", vector_kernels.square_sum_fp16, kScalarKernels.square_sum_fp16, narrow);
   }
 }
 
@@ -203,11 +271,14 @@ void compare_sums() {
 
 int main() {
   const IeeeDefaults ieee_defaults;
-  for (size_t format = 0; format < kStateFormatCount; ++format) {
-    compare_adam(format, static_cast<size_t>(AdamFormat::kBf16WeightBf16Grad), true, false);
-    compare_adam(format, static_cast<size_t>(AdamFormat::kBf16WeightFp32Grad), true, true);
-    if (format != 2) compare_adam(format, static_cast<size_t>(AdamFormat::kFp32WeightFp32Grad), false, true);
-    if (format != 0) compare_moments(format);
+  for (const StateFormat state : {StateFormat::kFp32, StateFormat::kBf16, StateFormat::kInt8}) {
+    for (size_t column = 0; column < kPlaneFormatCount; ++column) {
+      const auto others = static_cast<PlaneFormat>(column);
+      compare_adam(state, others);
+      if (state == StateFormat::kInt8) continue;
+      for (size_t rule = 0; rule < kRuleCount; ++rule) compare_rule(rule, state, others);
+    }
+    if (state != StateFormat::kFp32) compare_moments(static_cast<size_t>(state));
   }
   compare_master("16-bit", vector_kernels.master16, kScalarKernels.master16);
   compare_master("8-bit", vector_kernels.master8, kScalarKernels.master8);
