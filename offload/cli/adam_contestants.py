@@ -119,6 +119,7 @@ def whole_step(planes: Mapping[str, Any], threads: int, isa: str) -> Callable[[]
 
 
 def torch_fused(numel: int) -> Contestant:
+    """``torch.optim.AdamW`` in its fastest form."""
     param = torch.nn.Parameter(torch.randn(numel))
     param.grad = torch.randn(numel)
     optimizer = torch.optim.AdamW([param], lr=HYPER["lr"], weight_decay=HYPER["weight_decay"], fused=True)
