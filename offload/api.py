@@ -26,6 +26,7 @@ from .hooks import ModuleHooks
 from .ledger import Ledger
 from .matmul import WideLinears, bf16_is_native
 from .models.pretrained import build_meta_model, open_checkpoint
+from .optim import DeviceAdam, ShardOptimizer, make_optimizer
 from .optimizer import OffloadOptimizer
 from .partition import Partition
 from .placement import nvme_path_of, placement_of, refuse_unbuilt, swap_paths_of
@@ -66,16 +67,13 @@ def prepare(
     """
     settings = OffloadConfig.from_any(config)
     refuse_unbuilt(settings)
-    numbers = (settings.optimizer or Optimizer(type="AdamW")).settings()
+    chosen = settings.optimizer or Optimizer()
     construct.make_ordinary(model)
     for engine in open_engines():
         if any(param in engine.partition.of_param for param in model.parameters()):
             raise ConfigError("the model, or a part of it, is prepared already; close its engine first")
     groups = _groups(model, params)
-    optimizer = OffloadOptimizer(
-        groups,
-        {"lr": numbers.lr, "betas": numbers.betas, "eps": numbers.eps, "weight_decay": numbers.weight_decay},
-    )
+    optimizer = OffloadOptimizer(groups, chosen.defaults())
     ledger = Ledger()
     with ExitStack() as undo:
         accelerator = open_accelerator(settings.accelerator)
@@ -91,7 +89,10 @@ def prepare(
             device=device,
         )
         inventory = dataclasses.replace(partition.inventory, library_bytes=library_bytes)
-        plan = MemoryPlan.build(placement_of(settings, device_free_bytes=free_bytes), inventory)
+        has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
+        placement = placement_of(settings, device_free_bytes=free_bytes, has_momentum=has_momentum)
+        plan = MemoryPlan.build(placement, inventory)
+        here, there = _shard_optimizers(plan, chosen, settings.seed)
         store = None
         if paths := swap_paths_of(settings):
             verify = settings.durability.verify == "always"
@@ -102,8 +103,8 @@ def prepare(
             partition,
             plan,
             groups=optimizer.param_groups,
-            adamw_mode=numbers.adamw_mode,
-            seed=settings.seed,
+            optimizer=here,
+            on_device=there,
             clip_norm=settings.gradient_clipping or 0.0,
             store=store,
             ledger=ledger,
@@ -190,6 +191,23 @@ def gather(params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bo
         for engine, members in by_engine.items():
             stack.enter_context(gathered(engine, members, modify=modify))
         yield
+
+
+def _shard_optimizers(
+    plan: MemoryPlan, chosen: Optimizer, seed: int
+) -> tuple[ShardOptimizer, ShardOptimizer | None]:
+    """What updates on the CPU, and what updates on an accelerator where anything does."""
+    placement = plan.placement
+    here = make_optimizer(
+        placement.rule,
+        weight_format=placement.precision,
+        state_format=placement.state_format,
+        decoupled=chosen.decoupled,
+        seed=seed,
+    )
+    if not plan.on_device:
+        return here, None
+    return here, DeviceAdam(weight_format=placement.precision, adamw_mode=chosen.decoupled)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
