@@ -62,7 +62,7 @@ class OffloadEngine:
         clip_norm: float,
         store: SwapStore | None,
         ledger: Ledger,
-        source: Source,
+        source: Source | None,
         accelerator: Accelerator | None = None,
         on_device: ShardOptimizer | None = None,
     ) -> None:
@@ -73,7 +73,8 @@ class OffloadEngine:
             optimizer: what an update computes.
             clip_norm: gradients are clipped to this global norm before the update; 0 is off.
             store: where planes homed on nvme go; the engine owns it from now on.
-            source: initial values of a parameter; asked once for each, and may free them afterwards.
+            source: initial values of a parameter; asked once for each, and may free them afterwards. None: the
+                store has all, from a commit.
             accelerator: what computes, where that is not the CPU; the engine owns it from now on.
             on_device: the same optimizer for units that are updated there.
         """
