@@ -103,7 +103,7 @@ class OffloadEngine:
 
         self.accelerator = accelerator
         weights, kept_as = plan.placement.precision, plan.placement.state_format
-        self._optimizer = Adam(weight_format=weights, state_format=kept_as, adamw_mode=adamw_mode, seed=seed)
+        self.adam = Adam(weight_format=weights, state_format=kept_as, adamw_mode=adamw_mode, seed=seed)
         there = DeviceAdam(weight_format=weights, adamw_mode=adamw_mode) if plan.on_device else None
         self._tiers = tiers = Tiers.open(accelerator, ledger)
         with ExitStack() as undo:
@@ -111,7 +111,7 @@ class OffloadEngine:
             self.weights = make_weights(partition, plan, tiers, store, ledger, self._reclaim)
             self._states = make_states(plan, tiers, store)
             self.pipeline = OptimizerPipeline(
-                self._optimizer, plan, self._states, self.weights, ledger, on_device=there
+                self.adam, plan, self._states, self.weights, ledger, on_device=there
             )
             self.gradients = make_gradients(partition, plan, tiers, ledger, self._wait_for_gradient_slot)
             bring_home(partition, plan, self.weights, self._states, self.gradients, store, source)
@@ -448,7 +448,7 @@ class OffloadEngine:
 
     def state_planes(self, chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state planes in a chunk's bytes, by name."""
-        return state_planes(self._optimizer, chunk, buffer)
+        return state_planes(self.adam, chunk, buffer)
 
     # -- reports and the end ------------------------------------------------------------------------------
 
