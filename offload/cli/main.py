@@ -39,6 +39,14 @@ ModelOption = Annotated[
         show_default=False,
     ),
 ]
+HeldArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="A swap directory of a run (offload-*), a checkpoint, or a directory that holds some of them.",
+        show_default=False,
+    ),
+]
 StepsOption = Annotated[int, typer.Option(min=1, metavar="N", help="Optimizer steps.")]
 SeqOption = Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of one sequence.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="Only plain lines.")]
@@ -245,6 +253,46 @@ def doctor(
         from .doctor import run
 
         run(paths or [], as_json=as_json)
+
+
+@app.command()
+def inspect(
+    directory: HeldArgument,
+    params: Annotated[bool, typer.Option("--params", help="List every parameter.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything that is known as JSON, and nothing else.")
+    ] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Show what a swap store or a checkpoint holds: which model, from when, how much, and where.
+
+    Reads what it says of itself, takes no lock and changes nothing: it may be used beside the run. `verify` reads the
+    data too. Exit status 1 where a part of what is there cannot be read.
+    """
+    with Failures(traceback):
+        from .inspect import Request, run
+
+        run(Request(path=directory, params=params, json=as_json))
+
+
+@app.command()
+def verify(
+    directory: HeldArgument,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")
+    ] = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Read everything that a swap store or a checkpoint names, and hold it against its checksums.
+
+    Changes nothing, and may be used beside the run. Exit status 1 where something is damaged: each piece is named
+    with its parameters, file and offset.
+    """
+    with Failures(traceback):
+        from .verify import Request, run
+
+        run(Request(path=directory, json=as_json, quiet=quiet))
 
 
 bench = typer.Typer(help="Measure a part of the engine on this machine.", no_args_is_help=True)

@@ -207,8 +207,13 @@ def find(directory: Path, tag: str | None = None) -> Path:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    if any(_OF_DEEPSPEED.fullmatch(name) for name in os.listdir(folder)):
+    if is_of_deepspeed(folder):
         refuse_deepspeed(folder)
+
+
+def is_of_deepspeed(folder: Path) -> bool:
+    """Whether DeepSpeed has written there."""
+    return any(_OF_DEEPSPEED.fullmatch(name) for name in os.listdir(folder))
 
 
 def refuse_deepspeed(folder: Path) -> NoReturn:

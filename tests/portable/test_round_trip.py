@@ -2,21 +2,20 @@
 
 import itertools
 import json
-import os
 import stat
 from dataclasses import replace
 
 import pytest
 import torch
 from models import Placement, Training, prepared, steps, train_offloaded
+from runs import assert_same, saved, values_of
 from safetensors.torch import load_file
 
 import offload
 from offload.errors import CheckpointError
 from offload.portable.load import load, match
-from offload.portable.save import Content, save
 from offload.portable.saved import CheckpointFiles
-from offload.training_state import TrainingState, capture, check, restore
+from offload.training_state import TrainingState, check, restore
 
 PLACES = [
     Placement("none", "none"),
@@ -24,17 +23,6 @@ PLACES = [
     Placement("nvme", "nvme", "backward", chunk=2048),
 ]
 HALF = 2
-
-
-def state_of(model, engine):
-    return capture(engine, model, step=engine.ledger.steps, skipped_steps=0, parts={})
-
-
-def saved(model, optimizer, folder, tag="step", **more):
-    engine = optimizer.engine
-    state = state_of(model, engine)
-    content = Content(state.step, training=state.values, tensors=state.tensors)
-    return save(engine, content, folder, tag, **more)
 
 
 def loaded(model, optimizer, folder, **more):
@@ -45,20 +33,6 @@ def loaded(model, optimizer, folder, **more):
         check(engine, model, state)
         load(engine, source, match(engine, source, **more))
         restore(engine, model, state, {})
-
-
-def values_of(model, optimizer):
-    """Every number of a run, by name."""
-    values = {("weight", name): value.clone() for name, value in model.state_dict().items()}
-    for stored, state in offload.optimizer_state(optimizer.engine):
-        values |= {(plane, stored.name): value.clone() for plane, value in state.items()}
-    return values
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
 
 
 WAYS = [
@@ -223,7 +197,7 @@ def test_k03_strictness(swap_path, tmp_path):
 
 
 def test_other_strides_and_types(swap_path, tmp_path):
-    """Elements may lie in another order there, and parameters may be empty, scalars or no numbers of floating point."""
+    """Elements may lie in another order there, and parameters may be empty, scalars or integers."""
 
     class Odd(torch.nn.Module):
         def __init__(self, seed, permuted):
@@ -252,10 +226,8 @@ def test_other_strides_and_types(swap_path, tmp_path):
         (weights,) = folder.glob("weights-*")
         assert load_file(weights)["weight"].shape == (300, 5, 7)  # as it lies in memory
         for permuted in (True, False):
-            with prepared(training, Placement("nvme", "nvme", chunk=2048), swap_path, Odd(1, permuted)) as (
-                model,
-                optimizer,
-            ):
+            small = Placement("nvme", "nvme", chunk=2048)
+            with prepared(training, small, swap_path, Odd(1, permuted)) as (model, optimizer):
                 loaded(model, optimizer, folder)
                 found = values_of(model, optimizer)
                 same = {key for key in expected if permuted or state_format == "fp32" or key[0] == "weight"}
@@ -270,7 +242,8 @@ def test_files_are_the_owners_alone_and_readable_without_us(swap_path, tmp_path)
         expected = {**model.state_dict()}
         masters = values_of(model, optimizer)
         folder = saved(model, optimizer, tmp_path / "out")
-    assert stat.S_IMODE(os.stat(tmp_path / "out").st_mode) == stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    for directory in (tmp_path / "out", folder):
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     for file in (*folder.iterdir(), tmp_path / "out" / "latest"):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
     (weights,), (state,) = folder.glob("weights-*"), folder.glob("state-*")
