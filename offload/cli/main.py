@@ -295,6 +295,56 @@ def verify(
         run(Request(path=directory, json=as_json, quiet=quiet))
 
 
+@app.command()
+def export(
+    directory: HeldArgument,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A new directory for the model.", show_default=False)
+    ],
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="fp32 (the exact weights that were trained), bf16 or fp16. Default: the type they are computed in.",
+            show_default=False,
+        ),
+    ] = None,
+    only_trained: Annotated[
+        bool,
+        typer.Option("--only-trained", "--exclude-frozen", help="Leave out frozen weights: adapters alone."),
+    ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="The model that it was trained from: its config.json and tokenizer are copied. Default: what the"
+            " checkpoint knows.",
+            show_default=False,
+        ),
+    ] = None,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Write the weights of a checkpoint, or of a run that has ended, as safetensors that transformers opens.
+
+    Needs neither the model's class nor the configuration of the run, and memory for one tensor. OUT appears when it is
+    complete.
+    """
+    with Failures(traceback):
+        from .export import Request, run
+
+        run(
+            Request(
+                path=directory,
+                out=out,
+                dtype=dtype,
+                only_trained=only_trained,
+                model=model,
+                quiet=quiet,
+            )
+        )
+
+
 bench = typer.Typer(help="Measure a part of the engine on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 

@@ -98,6 +98,12 @@ class CommitFiles:
         data = pieces[0] if len(pieces) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *pieces])
         return data.clone().view(dtype)
 
+    def tensor_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        return {}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        raise AssertionError(f"a commit has no tensor {name}")
+
     def _weight(self, param: SavedParam, begin: int, end: int) -> Iterator[torch.Tensor]:
         unit, entry = self._entries[param.name]
         itemsize = ITEMSIZES[entry.dtype]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +27,7 @@ from ..placement import STATE_BLOCK
 from ..store.committed import sum_of
 from ..store.crc import join
 from ..store.manifest import ITEMSIZES
-from .manifest import NAME, WEIGHT, Checkpoint, Place, SavedParam, SavedTensor, plane_elements
+from .manifest import NAME, WEIGHT, Checkpoint, Place, SavedParam, plane_elements
 from .reader import read_checkpoint
 
 PIECE_BYTES = 16 * MiB
@@ -61,9 +61,33 @@ class Saved(Protocol):
             TransferError: they cannot be read, or are not what was saved.
         """
 
+    def tensor_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """The tensors that are no parameters, by name: type and shape."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of them. Raises as :meth:`read`."""
+
     def __enter__(self) -> Saved: ...
 
     def __exit__(self, *exc_info: Any) -> None: ...
+
+
+class TensorsOf(Mapping[str, torch.Tensor]):
+    """The tensors that are no parameters; one is read whenever it is asked for, and none is kept."""
+
+    def __init__(self, saved: Saved) -> None:
+        self._saved = saved
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._saved.tensor_specs():
+            raise KeyError(name)
+        return self._saved.tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._saved.tensor_specs())
+
+    def __len__(self) -> int:
+        return len(self._saved.tensor_specs())
 
 
 def read_moments(saved: Saved, param: SavedParam, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,6 +163,12 @@ class Reordered:
             ordered.as_strided(param.shape, self._stride).copy_(flat.as_strided(param.shape, param.stride))
             self._whole[name] = ordered
 
+    def tensor_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        return {}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        raise AssertionError(f"{name} belongs to no parameter")
+
     def __enter__(self) -> Reordered:
         return self
 
@@ -187,6 +217,7 @@ class CheckpointFiles:
         self.params: Sequence[SavedParam] = found.params
         self.training, self.model = found.training, found.model
         self._places = dict(zip((param.name for param in found.params), found.places, strict=True))
+        self._tensors = {tensor.name: tensor for tensor in found.tensors}
         self._running: dict[tuple[str, str], _Running] = {}
 
     def planes(self, param: SavedParam) -> Mapping[str, str]:
@@ -214,8 +245,11 @@ class CheckpointFiles:
     def _size(self, param: SavedParam, plane: str) -> int:
         return plane_elements(plane, param.numel) * ITEMSIZES[self.planes(param)[plane]]
 
-    def tensor(self, saved: SavedTensor) -> torch.Tensor:
-        """A tensor that is no parameter."""
+    def tensor_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        return {name: (tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        saved = self._tensors[name]
         data = torch.empty(saved.size, dtype=torch.uint8)
         self.fill(saved.place, 0, data)
         total = sum_of(data)
