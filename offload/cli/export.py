@@ -15,7 +15,7 @@ from ..portable.commit import CommitFiles
 from ..portable.export import check_dtype, export
 from ..portable.saved import CheckpointFiles, TensorsOf
 from ..training_state import BUFFER
-from .outputs import check_writable
+from .outputs import check_export
 from .progress import make_display
 from .stores import Held, held_in
 
@@ -39,7 +39,7 @@ def run(request: Request) -> None:
         ConfigError, CheckpointError, StoreError, TransferError: nothing half-done is left.
     """
     check_dtype(request.dtype)
-    check_writable(request.out, "OUT")
+    check_export(request.out, "OUT")
     config: dict[str, Any] = {} if request.model is None else read_config(request.model)
     held = _one_of(request.path)
     display = make_display(quiet=request.quiet)
