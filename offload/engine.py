@@ -63,7 +63,7 @@ class OffloadEngine:
         clip_norm: float,
         store: SwapStore | None,
         ledger: Ledger,
-        source: Source,
+        source: Source | None,
         accelerator: Accelerator | None = None,
     ) -> None:
         """Brings all parameters home, unit by unit.
@@ -73,7 +73,8 @@ class OffloadEngine:
             seed: of the noise by which state that is not kept exactly is rounded.
             clip_norm: gradients are clipped to this global norm before the update; 0 is off.
             store: where planes homed on nvme go; the engine owns it from now on.
-            source: initial values of a parameter; asked once for each, and may free them afterwards.
+            source: initial values of a parameter; asked once for each, and may free them afterwards. None: the
+                store has all, from a commit.
             accelerator: what computes, where that is not the CPU; the engine owns it from now on.
         """
         self.plan, self.ledger = plan, ledger

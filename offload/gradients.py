@@ -17,7 +17,7 @@ nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -164,12 +164,12 @@ class WaitingGradients:
             for stored in params:
                 yield stored, stored.view_elements(self.planes[stored.unit])
 
-    def replace(self, gradients: Mapping[StoredParam, torch.Tensor]) -> None:
-        """Makes ``gradients`` those that wait, and no others."""
+    def replace(self, gradient: Callable[[StoredParam], torch.Tensor | None]) -> None:
+        """Makes what ``gradient`` gives for each parameter the gradients that wait, and no others."""
         self._landing.settle()
         self._adding.clear()
         for stored, shown in self._shown.items():
-            value = gradients.get(stored)
+            value = gradient(stored)
             if value is not None:
                 stored.view_elements(self.planes[stored.unit]).copy_(value)
             stored.param.grad = None if value is None else shown

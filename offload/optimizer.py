@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .checkpoint import check_optimizer_state, load_optimizer_state, optimizer_state
-from .engine import OffloadEngine
 from .errors import CheckpointError, ConfigError, OffloadError
+from .saving import SavedEngine
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -19,7 +19,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     and count from the next update. ``optimizer.engine`` is the engine.
     """
 
-    engine: OffloadEngine
+    engine: SavedEngine
 
     def __init__(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
         self._bound = False
@@ -30,7 +30,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for beta in group["betas"]:
                 _check_range(f"parameter group {index}: a beta", beta, 0.0, 1.0)
 
-    def bind(self, engine: OffloadEngine) -> None:
+    def bind(self, engine: SavedEngine) -> None:
         """Gives the optimizer its engine; from now on the set of parameters is fixed."""
         self.engine = engine
         self._bound = True

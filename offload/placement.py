@@ -298,6 +298,11 @@ class SwapPaths:
     weights: frozenset[str]
     states: frozenset[str]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The directories."""
+        return tuple(path.path for path in self.all)
+
     def among(self, shares: Sequence[float], planes: Literal["weights", "states"]) -> list[float]:
         """Shares of all paths, reduced to those for one kind of plane; they add up to 1."""
         names: frozenset[str] = getattr(self, planes)

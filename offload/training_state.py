@@ -33,7 +33,7 @@ from .engine import OffloadEngine
 from .errors import CheckpointError, ConfigError
 from .gradients import WaitingGradients
 from .models.pretrained import persistent_buffers
-from .partition import StoredParam
+from .partition import Partition, StoredParam
 
 logger = logging.getLogger("offload")
 
@@ -150,26 +150,29 @@ def capture(
     return TrainingState(values, tensors)
 
 
-def check(engine: OffloadEngine, model: nn.Module, state: TrainingState) -> None:
-    """Raises CheckpointError, naming what differs, where ``state`` is not of this model and optimizer."""
+def check(
+    state: TrainingState, model: nn.Module, partition: Partition, *, adamw_mode: bool, keeps_gradients: bool
+) -> None:
+    """Raises CheckpointError, naming what differs, where ``state`` is not of this model and optimizer.
+
+    Args:
+        keeps_gradients: whether gradients can wait for their step: not with update 'backward'.
+    """
     optimizer = state.values["optimizer"]
-    if optimizer["adamw_mode"] != engine.adam.adamw_mode:
-        saved, ours = (
-            "AdamW" if mode else "Adam" for mode in (optimizer["adamw_mode"], engine.adam.adamw_mode)
-        )
+    if optimizer["adamw_mode"] != adamw_mode:
+        saved, ours = ("AdamW" if mode else "Adam" for mode in (optimizer["adamw_mode"], adamw_mode))
         raise CheckpointError(f"it was trained with {saved}, and this optimizer is {ours}")
     groups = optimizer["groups"]
-    if len(groups) != len(engine.groups):
-        raise CheckpointError(
-            f"it has {len(groups)} parameter groups, and this optimizer {len(engine.groups)}"
-        )
+    count = 1 + max(stored.group for stored in partition.trainable)
+    if len(groups) != count:
+        raise CheckpointError(f"it has {len(groups)} parameter groups, and this optimizer {count}")
     for index, group in enumerate(groups):
-        there, here = set(group["params"]), {stored.name for stored in _members(engine, index)}
+        there, here = set(group["params"]), {stored.name for stored in _members(partition, index)}
         if there != here:
             name = min(there ^ here)
             where = "there and not here" if name in there else "here and not there"
             raise CheckpointError(f"parameter group {index}: {ascii(name)[1:-1]} is in it {where}")
-    places = _tensor_places(engine, model)
+    places = _tensor_places(model, partition if keeps_gradients else None)
     for name in state.tensor_names:
         if name not in places:
             raise CheckpointError(
@@ -185,6 +188,17 @@ def check(engine: OffloadEngine, model: nn.Module, state: TrainingState) -> None
             )
 
 
+def check_engine(engine: OffloadEngine, model: nn.Module, state: TrainingState) -> None:
+    """As :func:`check`, for an engine that is there."""
+    check(
+        state,
+        model,
+        engine.partition,
+        adamw_mode=engine.adam.adamw_mode,
+        keeps_gradients=isinstance(engine.gradients, WaitingGradients),
+    )
+
+
 def restore(
     engine: OffloadEngine, model: nn.Module, state: TrainingState, parts: Mapping[str, Stateful]
 ) -> None:
@@ -196,26 +210,20 @@ def restore(
     Raises:
         CheckpointError: it is of another model; nothing has been changed then.
     """
-    check(engine, model, state)
+    check_engine(engine, model, state)
     has_scheduler = "scheduler" in state.values["parts"]
     for index, group in enumerate(state.values["optimizer"]["groups"]):
         steps = dict(zip(group["params"], group["steps"], strict=True))
-        for stored in _members(engine, index):
+        for stored in _members(engine.partition, index):
             stored.step = steps[stored.name]
         _restore_numbers(engine.groups[index], group["numbers"], index, tells=not has_scheduler)
-    places = _tensor_places(engine, model)
+    places = _tensor_places(model, None)
     with torch.no_grad():
-        for name, value in state.tensors.items():
+        for name in state.tensor_names:
             if name.startswith(BUFFER):
-                places[name].copy_(value)
+                places[name].copy_(state.tensors[name])
     if isinstance(engine.gradients, WaitingGradients):
-        engine.gradients.replace(
-            {
-                stored: state.tensors[GRADIENT + stored.name]
-                for stored in engine.partition.trainable
-                if GRADIENT + stored.name in state.tensors
-            }
-        )
+        engine.gradients.replace(lambda stored: state.tensors.get(GRADIENT + stored.name))
     for name, part in parts.items():
         restore_part(engine, state, name, part)
     _restore_random_numbers(state.values["random"], engine.accelerator)
@@ -242,12 +250,12 @@ def restore_part(engine: OffloadEngine, state: TrainingState, name: str, part: S
 # -- the optimizer ------------------------------------------------------------------------------------------
 
 
-def _members(engine: OffloadEngine, index: int) -> list[StoredParam]:
-    return [stored for stored in engine.partition.trainable if stored.group == index]
+def _members(partition: Partition, index: int) -> list[StoredParam]:
+    return [stored for stored in partition.trainable if stored.group == index]
 
 
 def _group(engine: OffloadEngine, index: int) -> dict[str, Any]:
-    members = _members(engine, index)
+    members = _members(engine.partition, index)
     numbers = {key: value for key, value in engine.groups[index].items() if key != "params"}
     return {
         "numbers": plain.encode(numbers, f"parameter group {index}"),
@@ -337,11 +345,11 @@ def _bytes(text: str) -> bytes:
 # -- tensors ------------------------------------------------------------------------------------------------
 
 
-def _tensor_places(engine: OffloadEngine, model: nn.Module) -> dict[str, torch.Tensor]:
+def _tensor_places(model: nn.Module, partition: Partition | None) -> dict[str, torch.Tensor]:
     """What tensors of a state may be called, and something of the shape and kind of each."""
     places = {BUFFER + name: buffer for name, buffer in persistent_buffers(model)}
-    if isinstance(engine.gradients, WaitingGradients):
-        places.update((GRADIENT + stored.name, stored.absent) for stored in engine.partition.trainable)
+    if partition is not None:
+        places.update((GRADIENT + stored.name, stored.absent) for stored in partition.trainable)
     return places
 
 

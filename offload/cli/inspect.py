@@ -137,7 +137,7 @@ def _of_store(path: Path, commits: Found) -> dict[str, Any]:
         "plane_bytes": _plane_bytes(manifest),
         "bytes": sum(entry.written for entry in manifest.items if entry is not None),
         "files": files,
-        "training": _training(manifest.training),
+        "training": _training(manifest.training.get("state")),
     }
 
 
@@ -181,8 +181,9 @@ def _model(params: Sequence[SavedParam], precision: str, state_format: str) -> d
     }
 
 
-def _training(values: Mapping[str, Any]) -> dict[str, Any]:
+def _training(state: Any) -> dict[str, Any]:
     """Of what whoever trains has kept, what can be shown in a line. It may be anybody's JSON."""
+    values: dict[str, Any] = state if isinstance(state, dict) else {}
     optimizer, parts, client = (values.get(key) for key in ("optimizer", "parts", "client_state"))
     groups = optimizer.get("groups") if isinstance(optimizer, dict) else None
     rates = [

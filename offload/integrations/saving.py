@@ -15,7 +15,7 @@ from ..access import read_weight
 from ..bytesize import format_bytes
 from ..engine import OffloadEngine
 from ..errors import ConfigError, OffloadError, StoreError
-from ..models.pretrained import persistent_buffers
+from ..models.pretrained import config_of, persistent_buffers
 from ..models.safetensors_file import write_file
 from ..partition import StoredParam
 
@@ -27,7 +27,7 @@ def export_model(
     path = Path(path)
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"export: weights cannot be written as {dtype}; give a floating-point type")
-    config = _config_of(module)
+    config = config_of(module)
     if config is not None:
         config["dtype"] = str(dtype or engine.partition.dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)  # what dtype was called before
@@ -99,14 +99,3 @@ class _replacing:  # noqa: N801  (used as a statement)
 def _params(engine: OffloadEngine, exclude_frozen: bool) -> Iterator[StoredParam]:
     for unit in engine.partition.units:
         yield from (stored for stored in unit if stored.trainable or not exclude_frozen)
-
-
-def _config_of(module: nn.Module) -> dict[str, Any] | None:
-    """The ``config.json`` of a model of transformers; None of any other."""
-    to_dict = getattr(getattr(module, "config", None), "to_dict", None)
-    if not callable(to_dict):
-        return None
-    config: dict[str, Any] = dict(to_dict())
-    if not config.get("architectures"):
-        config["architectures"] = [type(module).__name__]
-    return config

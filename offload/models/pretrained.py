@@ -272,6 +272,17 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
+def config_of(model: nn.Module) -> dict[str, Any] | None:
+    """The ``config.json`` of a model of transformers; None of any other."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    if not callable(to_dict):
+        return None
+    config: dict[str, Any] = dict(to_dict())
+    if not config.get("architectures"):
+        config["architectures"] = [type(model).__name__]
+    return config
+
+
 def export_specs(model: nn.Module) -> list[TensorSpec]:
     """What a checkpoint of ``model`` holds: parameters (a tied one once) and persistent buffers. No values
     are read."""

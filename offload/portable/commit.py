@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from ..store.committed import CommittedFiles
 from ..store.directory import SwapDirectory
 from ..store.layout import Item, PlaneKind
 from ..store.manifest import ITEMSIZES, WEIGHT_DTYPES, Manifest, ParamEntry, Shapes
+from ..store.tensors import Tensors
 from .manifest import WEIGHT, SavedParam, planes_of, state_dtypes
 from .saved import torch_dtype
 
@@ -61,6 +63,7 @@ class CommitFiles:
             stack.callback(owned.release)
             self._files = stack.enter_context(CommittedFiles(directory))
             self.manifest = manifest = self._files.manifest
+            self._tensors = Tensors(directory, manifest.training.get("tensors"))
             try:
                 self.precision, self.state_format = formats_of(manifest.shapes)
             except CheckpointError as error:
@@ -68,7 +71,8 @@ class CommitFiles:
             self._stack = stack.pop_all()
         self.step = manifest.step
         self.params: Sequence[SavedParam] = params_of(manifest)
-        self.training = manifest.training
+        state = manifest.training.get("state")
+        self.training: dict[str, Any] = state if isinstance(state, dict) else {}
         self.model: dict[str, object] = {}
         self._items = manifest.shapes.items()
         self._entries: dict[str, tuple[int, ParamEntry]] = {}
@@ -99,10 +103,10 @@ class CommitFiles:
         return data.clone().view(dtype)
 
     def tensor_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        return {}
+        return self._tensors.specs
 
     def tensor(self, name: str) -> torch.Tensor:
-        raise AssertionError(f"a commit has no tensor {name}")
+        return self._tensors[name]
 
     def _weight(self, param: SavedParam, begin: int, end: int) -> Iterator[torch.Tensor]:
         unit, entry = self._entries[param.name]

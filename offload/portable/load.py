@@ -36,8 +36,8 @@ class Match:
     """What goes where."""
 
     params: dict[StoredParam, SavedParam]
-    states: dict[StoredParam, SavedParam]
-    """Those whose optimizer state comes too."""
+    is_whole: bool
+    """Whether all that either side has is there, so that training goes on: optimizer state comes too."""
 
 
 def match(engine: OffloadEngine, saved: Saved, *, strict: bool = True, weights_only: bool = False) -> Match:
@@ -61,27 +61,31 @@ def match(engine: OffloadEngine, saved: Saved, *, strict: bool = True, weights_o
             pairs[stored] = found
     known = set(pairs.values())
     unknown = [param.name for param in saved.params if param not in known]
-    where = saved.where
+    is_whole = not (weights_only or missing or unknown)
     if not pairs:
-        raise CheckpointError(f"{where}: it has none of this model's parameters; it has {_named(unknown)}")
+        raise CheckpointError(f"it has none of this model's parameters; it has {_named(unknown)}")
     if strict and missing:
-        raise CheckpointError(f"{where}: it lacks {_named(missing)}, which this model has")
+        raise CheckpointError(f"it lacks {_named(missing)}, which this model has")
     if strict and unknown:
-        raise CheckpointError(f"{where}: it has {_named(unknown)}, which this model lacks")
+        raise CheckpointError(f"it has {_named(unknown)}, which this model lacks")
     for stored, param in pairs.items():
         if param.shape != stored.placed.info.shape:
             shapes = f"{list(param.shape)} there and {list(stored.placed.info.shape)} here"
-            raise CheckpointError(f"{where}: {param.name} has shape {shapes}")
+            raise CheckpointError(f"{param.name} has shape {shapes}")
         kinds = [torch_dtype(param.dtype).is_floating_point, stored.dtype.is_floating_point]
         if kinds[0] != kinds[1] or (not kinds[0] and torch_dtype(param.dtype) is not stored.dtype):
-            raise CheckpointError(f"{where}: {param.name} is {param.dtype} there and {stored.dtype} here")
-    states = {stored: param for stored, param in pairs.items() if stored.trainable and param.trainable}
-    if strict and not weights_only:
-        odd = [stored.name for stored, param in pairs.items() if stored.trainable and not param.trainable]
-        if odd:
-            raise CheckpointError(f"{where}: {_named(odd)} was frozen there and is trained here")
+            raise CheckpointError(f"{param.name} is {param.dtype} there and {stored.dtype} here")
+    for is_trained, was, now in ((True, "frozen", "trained"), (False, "trained", "frozen")):
+        odd = [
+            stored.name
+            for stored, param in pairs.items()
+            if (stored.trainable, param.trainable) == (is_trained, not is_trained)
+        ]
+        if odd and strict and not weights_only:
+            raise CheckpointError(f"{_named(odd)} was {was} there and is {now} here")
+        is_whole = is_whole and not odd
     _check_bases(engine, saved, pairs)
-    return Match(pairs, {} if weights_only else states)
+    return Match(pairs, is_whole)
 
 
 def _named(names: Iterable[str]) -> str:
@@ -108,18 +112,16 @@ def _check_bases(engine: OffloadEngine, saved: Saved, pairs: dict[StoredParam, S
 
 def _check_base(saved: Saved, stored: StoredParam, param: SavedParam, plane: torch.Tensor) -> None:
     if stored.trainable:
-        raise CheckpointError(
-            f"{saved.where}: {param.name} was frozen and left out there, and is trained here"
-        )
+        raise CheckpointError(f"{param.name} was frozen and left out there, and is trained here")
     if (torch_dtype(param.dtype), param.stride) != (stored.dtype, tuple(stored.stride)):
         raise CheckpointError(
-            f"{saved.where}: {param.name} was left out there as {param.dtype}, and is {stored.dtype} here, so it"
+            f"{param.name} was left out there as {param.dtype}, and is {stored.dtype} here, so it"
             " cannot be compared: train in the same precision, or save with frozen weights"
         )
     begin, end = stored.placed.offset, stored.placed.offset + stored.placed.info.nbytes
     if sum_of(plane[begin:end]) != saved.weight_sum(param):
         raise CheckpointError(
-            f"{saved.where}: {param.name} was left out there and has another value here: load the base model that"
+            f"{param.name} was left out there and has another value here: load the base model that"
             " was trained upon"
         )
 
@@ -135,7 +137,7 @@ def load(engine: OffloadEngine, saved: Saved, matched: Match) -> None:
     """
     engine.settle()
     kept, placement = engine.plan.placement.state_format, engine.plan.placement
-    if matched.states and (saved.precision, saved.state_format) != (placement.precision, kept):
+    if matched.is_whole and (saved.precision, saved.state_format) != (placement.precision, kept):
         how = "as it is" if kept == "fp32" else "rounded to the nearest"
         logger.info(
             "optimizer state saved as %s is kept as %s from now on: taken over %s",
@@ -195,7 +197,7 @@ def _load_chunk(
         first = chunk.begin + begin - stored.placed.begin
         weight = stored.flat_view(plane)[first : first + end - begin]
         _load_master(source, param, first, weight, own.get("residual"))
-        if stored in matched.states:
+        if matched.is_whole:
             _load_moments(source, param, first, first + end - begin, own)
     engine.write_chunk(chunk, buffer)
 

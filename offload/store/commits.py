@@ -12,6 +12,7 @@ until a commit has succeeded. What had failed before, a write or its way to stab
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -154,6 +155,14 @@ class Found:
     problems: list[str]
     """Why others that are newer cannot be read."""
     _older: Path | None
+
+    def is_current(self, directory: Path) -> bool:
+        """Whether nobody has committed there since these were read."""
+        serials = []
+        for name in MANIFEST_NAMES:
+            with contextlib.suppress(CheckpointError, FileNotFoundError):
+                serials.append(read_serial(directory / name))
+        return max(serials, default=0) == self.newest.serial
 
     def before(self) -> Manifest | None:
         """The commit before the newest one; None where it cannot be read."""

@@ -7,8 +7,8 @@ import shutil
 import threading
 
 import pytest
+from leftovers import TRAINING, committed_run, saved
 from models import Placement, Training, prepared, steps
-from runs import TRAINING, committed_run, saved, shapes_for, state_of
 from typer.testing import CliRunner
 
 from offload.bytesize import format_bytes
@@ -33,8 +33,8 @@ def snapshot(folder):
 
 
 @pytest.fixture
-def run(swap_path, monkeypatch):
-    with committed_run(TRAINING, swap_path, monkeypatch) as run:
+def run(swap_path):
+    with committed_run(TRAINING, swap_path) as run:
         yield run
 
 
@@ -45,9 +45,9 @@ def checkpoint(tmp_path_factory):
     swap = tmp_path_factory.mktemp("swap")
     with prepared(TRAINING, Placement("cpu", "nvme"), swap) as (model, optimizer):
         steps(model, optimizer, TRAINING.batches()[:1])
-        saved(model, optimizer, root / "out", "one", client_state={"epoch": 3, "best": 0.5})
+        saved(optimizer, root / "out", "one", client_state={"epoch": 3, "best": 0.5})
         steps(model, optimizer, TRAINING.batches()[1:2])
-        saved(model, optimizer, root / "out", "two", exclude_frozen=True)
+        saved(optimizer, root / "out", "two", exclude_frozen=True)
     return root / "out"
 
 
@@ -178,9 +178,7 @@ def test_verify_beside_a_run_that_commits(run):
     def train():
         while not stop.is_set():
             steps(run.model, run.optimizer, [batch])
-            run.engine.settle()
-            values = state_of(run.model, run.engine).values
-            run.engine._store.commit(shapes_for(run.engine), step=run.engine.ledger.steps, training=values)
+            run.engine.save_checkpoint()
 
     trainer = threading.Thread(target=train)
     trainer.start()
@@ -191,7 +189,7 @@ def test_verify_beside_a_run_that_commits(run):
     finally:
         stop.set()
         trainer.join()
-    assert run.engine._store.serial > 3
+    assert run.engine.commit_serial > 3
 
 
 def test_what_is_none_of_ours_is_refused_in_one_line(tmp_path, swap_path):

@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
+from leftovers import TRAINING, committed_run, saved, values_of
 from models import GPT, Placement, Training, prepared, steps
-from runs import TRAINING, committed_run, saved, values_of
 from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -44,7 +44,7 @@ def test_k04_the_store_of_a_dead_run_gives_exact_weights_tied_ones_once(
     kind, swap_path, tmp_path, monkeypatch
 ):
     training = Training(*kind, steps=2, tied=True, frozen="blocks.0 blocks.2.norm")
-    with committed_run(training, swap_path, monkeypatch, commits=1) as run:
+    with committed_run(training, swap_path, commits=1) as run:
         assert "in use" in invoke(run.path, tmp_path / "early", status=2)
         assert not (tmp_path / "early").exists()
         run.engine.close()
@@ -74,9 +74,9 @@ def test_checkpoints_and_adapters_alone(swap_path, tmp_path):
     with prepared(TRAINING, Placement("cpu", "nvme"), swap_path) as (model, optimizer):
         for tag, count in (("one", 1), ("two", 2)):
             steps(model, optimizer, TRAINING.batches()[:count])
-            saved(model, optimizer, tmp_path / "saved", tag)
+            saved(optimizer, tmp_path / "saved", tag)
         values = values_of(model, optimizer)
-        saved(model, optimizer, tmp_path / "small", exclude_frozen=True)
+        saved(optimizer, tmp_path / "small", exclude_frozen=True)
     invoke(tmp_path / "saved", tmp_path / "whole", "--dtype", "fp32")  # the latest of them
     for name, value in tensors_in(tmp_path / "whole").items():
         assert torch.equal(value, values.get(("master", name), values["weight", name].float())), name
@@ -114,7 +114,7 @@ def test_transformers_opens_it_with_the_tie_and_computes_the_same(swap_path, tmp
         with torch.no_grad():
             expected = model(input_ids=ids).logits
         whole = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
-        saved(model, optimizer, tmp_path / "saved", config=whole)
+        saved(optimizer, tmp_path / "saved")
         offload.export(optimizer.engine, tmp_path / "live", config=whole)
     monkeypatch.setattr(
         "offload.portable.export.write_checkpoint", functools.partial(write_checkpoint, shard_bytes=20_000)
@@ -140,8 +140,8 @@ def test_transformers_opens_it_with_the_tie_and_computes_the_same(swap_path, tmp
     assert (tmp_path / "again" / "tokenizer.json").read_text() == "{}"
 
 
-def test_what_cannot_be_exported_leaves_nothing(swap_path, tmp_path, monkeypatch):
-    with committed_run(TRAINING, swap_path, monkeypatch, commits=1) as run:
+def test_what_cannot_be_exported_leaves_nothing(swap_path, tmp_path):
+    with committed_run(TRAINING, swap_path, commits=1) as run:
         run.engine.close()
         before = sorted(path.name for path in tmp_path.iterdir())
         (tmp_path / "full").mkdir()

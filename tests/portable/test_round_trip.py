@@ -7,15 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from leftovers import assert_same, saved, values_of
 from models import Placement, Training, prepared, steps, train_offloaded
-from runs import assert_same, saved, values_of
 from safetensors.torch import load_file
 
 import offload
 from offload.errors import CheckpointError
-from offload.portable.load import load, match
-from offload.portable.saved import CheckpointFiles
-from offload.training_state import TrainingState, check, restore
 
 PLACES = [
     Placement("none", "none"),
@@ -23,16 +20,6 @@ PLACES = [
     Placement("nvme", "nvme", "backward", chunk=2048),
 ]
 HALF = 2
-
-
-def loaded(model, optimizer, folder, **more):
-    engine = optimizer.engine
-    with CheckpointFiles(folder) as source:
-        tensors = {tensor.name: source.tensor(tensor) for tensor in source.checkpoint.tensors}
-        state = TrainingState.of(source.training, tensors)
-        check(engine, model, state)
-        load(engine, source, match(engine, source, **more))
-        restore(engine, model, state, {})
 
 
 WAYS = [
@@ -51,11 +38,11 @@ def test_k01_training_goes_on_anywhere(kind, before, after, swap_path, tmp_path)
     with prepared(training, before, swap_path) as (model, optimizer):
         losses = steps(model, optimizer, batches[:HALF])
         expected = values_of(model, optimizer)
-        folder = saved(model, optimizer, tmp_path / "out")
+        folder = saved(optimizer, tmp_path / "out")
         assert_same(values_of(model, optimizer), expected)
     other = replace(training, seed=7)
     with prepared(training, replace(after, chunk=4096), swap_path, other.model()) as (model, optimizer):
-        loaded(model, optimizer, folder)
+        optimizer.engine.load_checkpoint(folder)
         assert_same(values_of(model, optimizer), expected)
         losses += steps(model, optimizer, batches[HALF:])
         found = values_of(model, optimizer)
@@ -72,13 +59,13 @@ def test_another_format_is_taken_over_as_by_the_optimizers_state_dict(saved_as, 
     with prepared(training, Placement("cpu", "nvme"), swap_path) as (model, optimizer):
         steps(model, optimizer, training.batches())
         weights, states = model.state_dict(), optimizer.state_dict()
-        folder = saved(model, optimizer, tmp_path / "out")
+        folder = saved(optimizer, tmp_path / "out")
     with prepared(other, Placement("nvme", "nvme"), swap_path) as (model, optimizer):
         model.load_state_dict(weights)
         optimizer.load_state_dict(states)
         expected = values_of(model, optimizer)
     with prepared(other, Placement("nvme", "nvme"), swap_path) as (model, optimizer):
-        loaded(model, optimizer, folder)
+        optimizer.engine.load_checkpoint(folder)
         assert_same(values_of(model, optimizer), expected)
 
 
@@ -90,12 +77,12 @@ def test_another_precision_keeps_the_master(there, here, swap_path, tmp_path):
         engine = optimizer.engine
         masters = {stored.name: offload.read_master(engine, stored) for stored in engine.partition.trainable}
         expected = values_of(model, optimizer)
-        folder = saved(model, optimizer, tmp_path / "out")
+        folder = saved(optimizer, tmp_path / "out")
     with prepared(replace(training, precision=here, seed=5), Placement("nvme", "nvme"), swap_path) as (
         model,
         optimizer,
     ):
-        loaded(model, optimizer, folder)
+        optimizer.engine.load_checkpoint(folder)
         engine = optimizer.engine
         for stored in engine.partition.trainable:
             assert torch.equal(offload.read_master(engine, stored), masters[stored.name]), stored.name
@@ -114,7 +101,7 @@ def test_a_half_filled_window_comes_back(swap_path, tmp_path):
         with prepared(training, Placement("cpu", "nvme"), swap_path) as (model, optimizer):
             (model(first) / 2).backward()
             if breaks:
-                folder = saved(model, optimizer, tmp_path / "out")
+                folder = saved(optimizer, tmp_path / "out")
             else:
                 (model(second) / 2).backward()
                 optimizer.step()
@@ -123,7 +110,7 @@ def test_a_half_filled_window_comes_back(swap_path, tmp_path):
         model,
         optimizer,
     ):
-        loaded(model, optimizer, folder)
+        optimizer.engine.load_checkpoint(folder)
         (model(second) / 2).backward()
         optimizer.step()
         assert_same(values_of(model, optimizer), outcomes[0])
@@ -135,8 +122,7 @@ def test_k03_k06_k13_frozen_weights_stay_out_on_wish_and_the_base_is_known(swap_
         steps(model, optimizer, training.batches())
         expected = values_of(model, optimizer)
         full, small = (
-            saved(model, optimizer, tmp_path / name, exclude_frozen=name == "small")
-            for name in ("full", "small")
+            saved(optimizer, tmp_path / name, exclude_frozen=name == "small") for name in ("full", "small")
         )
     trained = sum(value.numel() for (kind, _), value in expected.items() if kind == "master")
     size = sum(file.stat().st_size for file in small.iterdir())
@@ -146,7 +132,7 @@ def test_k03_k06_k13_frozen_weights_stay_out_on_wish_and_the_base_is_known(swap_
     names = {name for file in small.glob("*.safetensors") for name in load_file(file)}
     assert {name.split(".")[0] for name in names} == {"head"}
     with prepared(training, Placement("cpu", "cpu"), swap_path) as (model, optimizer):
-        loaded(model, optimizer, small)  # the same base
+        optimizer.engine.load_checkpoint(small)  # the same base
         assert_same(values_of(model, optimizer), expected)
     with prepared(training, Placement("cpu", "nvme"), swap_path, replace(training, seed=1).model()) as (
         model,
@@ -156,9 +142,9 @@ def test_k03_k06_k13_frozen_weights_stay_out_on_wish_and_the_base_is_known(swap_
         with pytest.raises(
             CheckpointError, match=r"tokens\.weight was left out there and has another value here"
         ):
-            loaded(model, optimizer, small)
+            optimizer.engine.load_checkpoint(small)
         assert_same(values_of(model, optimizer), before)
-        loaded(model, optimizer, full)  # with its own frozen weights
+        optimizer.engine.load_checkpoint(full)  # with its own frozen weights
         assert_same(values_of(model, optimizer), expected)
 
 
@@ -168,7 +154,7 @@ def test_k03_strictness(swap_path, tmp_path):
     with prepared(training, Placement("cpu", "cpu"), swap_path) as (model, optimizer):
         steps(model, optimizer, training.batches()[:1])
         expected = values_of(model, optimizer)
-        folder = saved(model, optimizer, tmp_path / "out")
+        folder = saved(optimizer, tmp_path / "out")
     larger = replace(training, seed=4).model()
     larger.more = torch.nn.Linear(3, 3)
     smaller = replace(training, seed=4).model()
@@ -180,20 +166,23 @@ def test_k03_strictness(swap_path, tmp_path):
     ):
         with prepared(training, Placement("cpu", "nvme"), swap_path, model) as (_, optimizer):
             before = values_of(model, optimizer)
-            with CheckpointFiles(folder) as source:
-                with pytest.raises(CheckpointError, match=refusal):
-                    match(optimizer.engine, source)
-                assert_same(values_of(model, optimizer), before)
-                load(optimizer.engine, source, match(optimizer.engine, source, strict=False))
-            for key, value in values_of(model, optimizer).items():
-                if key[0] != "step":
-                    assert torch.equal(value, expected.get(key, before[key])), key
+            with pytest.raises(CheckpointError, match=refusal) as caught:
+                optimizer.engine.load_checkpoint(folder)
+            assert str(caught.value).startswith(f"{folder}: ") and "\n" not in str(caught.value)
+            assert_same(values_of(model, optimizer), before)
+            optimizer.engine.load_checkpoint(folder, strict=False)
+            for key, value in values_of(model, optimizer).items():  # weights, and nothing else
+                assert torch.equal(
+                    value, (expected if key[0] == "weight" else before).get(key, before[key])
+                ), key
     with prepared(training, Placement("cpu", "nvme"), swap_path, frozen) as (model, optimizer):
-        with CheckpointFiles(folder) as source:
-            load(
-                optimizer.engine, source, match(optimizer.engine, source)
-            )  # trained there, frozen here: no state
-        assert torch.equal(model.norm.weight, expected["weight", "norm.weight"])
+        with pytest.raises(
+            CheckpointError, match=r"norm\.weight, norm\.bias was trained there and is frozen here"
+        ):
+            optimizer.engine.load_checkpoint(folder)
+        optimizer.engine.load_checkpoint(folder, weights_only=True)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, expected["weight", name]), name
 
 
 def test_other_strides_and_types(swap_path, tmp_path):
@@ -222,13 +211,13 @@ def test_other_strides_and_types(swap_path, tmp_path):
         with prepared(training, Placement("cpu", "cpu"), swap_path, Odd(0, True)) as (model, optimizer):
             steps(model, optimizer, batches)
             expected = values_of(model, optimizer)
-            folder = saved(model, optimizer, tmp_path / precision)
+            folder = saved(optimizer, tmp_path / precision)
         (weights,) = folder.glob("weights-*")
         assert load_file(weights)["weight"].shape == (300, 5, 7)  # as it lies in memory
         for permuted in (True, False):
             small = Placement("nvme", "nvme", chunk=2048)
             with prepared(training, small, swap_path, Odd(1, permuted)) as (model, optimizer):
-                loaded(model, optimizer, folder)
+                optimizer.engine.load_checkpoint(folder)
                 found = values_of(model, optimizer)
                 same = {key for key in expected if permuted or state_format == "fp32" or key[0] == "weight"}
                 assert_same({k: found[k] for k in same}, {k: expected[k] for k in same})
@@ -241,7 +230,7 @@ def test_files_are_the_owners_alone_and_readable_without_us(swap_path, tmp_path)
         steps(model, optimizer, training.batches())
         expected = {**model.state_dict()}
         masters = values_of(model, optimizer)
-        folder = saved(model, optimizer, tmp_path / "out")
+        folder = saved(optimizer, tmp_path / "out")
     for directory in (tmp_path / "out", folder):
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     for file in (*folder.iterdir(), tmp_path / "out" / "latest"):

@@ -1,6 +1,6 @@
-"""Models and loops of tests/step."""
+"""Tests of resuming share their runs, and the models of tests/step."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "step"))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "step")]
