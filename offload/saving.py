@@ -21,7 +21,7 @@ from torch import nn
 
 from .config.schema import Aio, Durability
 from .engine import OffloadEngine
-from .errors import CheckpointError, ConfigError, OffloadError
+from .errors import CheckpointError, ConfigError, OffloadError, TransferError
 from .homes import fetch_home
 from .ledger import Ledger
 from .links import Ticket, wait_for_end
@@ -327,13 +327,17 @@ class SavedEngine(OffloadEngine):
     def _load_elsewhere(
         self, root: Path, tag: str | None, *, strict: bool, weights_only: bool
     ) -> tuple[str, dict[str, Any]]:
-        with CheckpointFiles(find(root.expanduser(), tag)) as saved:
+        try:
+            folder = find(root.expanduser(), tag)
+        except FileNotFoundError:
+            raise CheckpointError(f"{root}: nothing was saved there") from None
+        with CheckpointFiles(folder) as saved:
             try:
                 state = TrainingState.of(saved.training, TensorsOf(saved))
                 matched = match(self, saved, strict=strict, weights_only=weights_only)
                 if matched.is_whole:
                     check_engine(self, self._owned_model(), state)
-            except CheckpointError as error:
+            except (CheckpointError, TransferError) as error:  # nothing has changed yet: the engine goes on
                 raise CheckpointError(f"{saved.where}: {error}") from None
             self._empty()
             load(self, saved, matched)

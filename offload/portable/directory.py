@@ -4,7 +4,7 @@ Note [Saving in place of another]
 A saving writes files of names that no other has, brings them to stable storage, and then puts its `checkpoint.json`
 in the place of the one before, which is what counts: a crash at any moment leaves the one or the other, whole. Only
 then `latest` is written, and what is not named any more is removed. What a saving that broke off has left behind is
-removed by the next one to the same tag.
+removed by the next one to the same tag, and by a rotation.
 """
 
 from __future__ import annotations
@@ -150,15 +150,28 @@ def rotate(directory: Path, keep_last: int, *, but: str) -> None:
         key=lambda each: (each[2] == but, *each),
     )
     for _, _, tag in found[: max(len(found) - keep_last, 0)]:
-        try:
-            with saving_to(directory, tag) as folder:
-                (folder / NAME).unlink()  # first: nobody takes what is left for a checkpoint
-                _remove_unnamed(folder)
-                folder.rmdir()
-        except OSError as error:
-            logger.warning("%s: the old checkpoint was not removed: %s", directory / tag, error.strerror)
-        else:
-            logger.info("%s: removed, as %d stay", directory / tag, keep_last)
+        _remove(directory, tag, f"removed, as {keep_last} stay")
+    for path in directory.iterdir():
+        if TAG.fullmatch(path.name) and path.name != but and is_folder(path) and _is_debris(path):
+            _remove(directory, path.name, "removed what a saving had left that broke off")
+
+
+def _remove(directory: Path, tag: str, why: str) -> None:
+    try:
+        with saving_to(directory, tag) as folder:
+            (folder / NAME).unlink(missing_ok=True)  # first: nobody takes what is left for a checkpoint
+            _remove_unnamed(folder)
+            folder.rmdir()
+    except OSError as error:
+        logger.warning("%s: the old checkpoint was not removed: %s", directory / tag, error.strerror)
+    else:
+        logger.info("%s: %s", directory / tag, why)
+
+
+def _is_debris(folder: Path) -> bool:
+    """Whether there are files of ours in a directory, and nothing else."""
+    names = os.listdir(folder)
+    return bool(names) and all(FILE_NAME.fullmatch(name) or name == f".{NAME}.new" for name in names)
 
 
 def checkpoints_in(directory: Path) -> Iterator[tuple[str, Checkpoint]]:

@@ -23,7 +23,7 @@ import torch
 
 from ..bytesize import MiB, format_bytes
 from ..engine import OffloadEngine
-from ..errors import TransferError
+from ..errors import StoreError
 from ..links import buffer_of
 from ..models.safetensors_file import TensorSpec
 from ..partition import StoredParam
@@ -80,7 +80,7 @@ def save(
 
     Raises:
         StoreError: it does not fit, or cannot be written: the checkpoint before is what it was.
-        TransferError: a transfer failed, likewise.
+        TransferError: the engine's own planes cannot be read, likewise.
     """
     root, began = Path(os.path.abspath(os.path.expanduser(directory))), time.monotonic()
     engine.settle()
@@ -215,11 +215,7 @@ class _Writer:
                 self._write(len(self._fds) - 1, 0, header)
         except OSError as error:
             self.__exit__()
-            if isinstance(error, TransferError):
-                raise
-            raise TransferError(
-                error.errno or errno.EIO, "write", str(self._folder), offset=0, size=0, done=0
-            ) from error
+            raise self._failed(error, "make", len(self._fds)) from error
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
@@ -254,14 +250,11 @@ class _Writer:
     def finish(self) -> None:
         """Everything is on stable storage; its pages in the cache are given up."""
         self.drain()
-        for fd, file in zip(self._fds, self._plan.files, strict=True):
+        for number, fd in enumerate(self._fds):
             try:
                 os.fsync(fd)
             except OSError as error:
-                path, size = str(self._folder / file.name), file.layout.size
-                raise TransferError(
-                    error.errno or errno.EIO, "fsync", path, offset=0, size=size, done=0
-                ) from error
+                raise self._failed(error, "flush", number) from error
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def entries(self) -> Iterator[FileEntry]:
@@ -281,12 +274,14 @@ class _Writer:
             try:
                 done += os.pwrite(self._fds[file], view[done:], offset + done)
             except OSError as error:
-                raise TransferError(
-                    error.errno or errno.EIO,
-                    "write",
-                    str(self._folder / self._plan.files[file].name),
-                    offset=offset,
-                    size=len(view),
-                    done=done,
-                    hint="free space or give another directory" if error.errno == errno.ENOSPC else "",
-                ) from error
+                raise self._failed(error, f"write byte {offset + done} of", file) from error
+
+    def _failed(self, error: OSError, what: str, file: int) -> StoreError:
+        """The drive that is written failed, and not one of the engine's: training can go on."""
+        if isinstance(error, StoreError):
+            return error
+        hint = "; free space or give another directory" if error.errno == errno.ENOSPC else ""
+        name = self._plan.files[min(file, len(self._plan.files) - 1)].name
+        return StoreError(
+            error.errno, f"saving failed: cannot {what} it: {error.strerror}{hint}", str(self._folder / name)
+        )
