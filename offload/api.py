@@ -20,7 +20,7 @@ from .access import gathered
 from .checkpoint import StateDictHooks
 from .config import OffloadConfig
 from .config.schema import Aio
-from .config.training import Optimizer
+from .config.training import AdamSettings, Optimizer
 from .copies import CopyHooks
 from .durability import choose_generations
 from .engine import OffloadEngine
@@ -83,14 +83,7 @@ def prepare(
     refuse_unbuilt(settings)
     numbers = (settings.optimizer or Optimizer(type="AdamW")).settings()
     construct.make_ordinary(model)
-    for engine in open_engines():
-        if any(param in engine.partition.of_param for param in model.parameters()):
-            raise ConfigError("the model, or a part of it, is prepared already; close its engine first")
-    groups = _groups(model, params)
-    optimizer = OffloadOptimizer(
-        groups,
-        {"lr": numbers.lr, "betas": numbers.betas, "eps": numbers.eps, "weight_decay": numbers.weight_decay},
-    )
+    optimizer = _make_optimizer(model, params, numbers)
     ledger = Ledger()
     with ExitStack() as undo:
         accelerator = open_accelerator(settings.accelerator)
@@ -143,6 +136,20 @@ def prepare(
     for note in (*settings.notes, *ground.notes, ground.plan.report()):
         logger.info("%s", note)
     return model, optimizer
+
+
+def _make_optimizer(
+    model: nn.Module,
+    params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
+    numbers: AdamSettings,
+) -> OffloadOptimizer:
+    for engine in open_engines():
+        if any(param in engine.partition.of_param for param in model.parameters()):
+            raise ConfigError("the model, or a part of it, is prepared already; close its engine first")
+    return OffloadOptimizer(
+        _groups(model, params),
+        {"lr": numbers.lr, "betas": numbers.betas, "eps": numbers.eps, "weight_decay": numbers.weight_decay},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

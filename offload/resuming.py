@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .config import OffloadConfig
 from .config.schema import Aio, Durability
-from .errors import CheckpointError, ConfigError, StoreError
+from .errors import CheckpointError, ConfigError, NoCheckpointError, StoreError
 from .inventory import Inventory
 from .ledger import Ledger
 from .optim import Adam
@@ -114,13 +114,14 @@ def find_target(
         tag: what the commit has to be called.
 
     Raises:
-        CheckpointError: there is none, or none of this model: says what differs.
+        NoCheckpointError: there is none.
+        CheckpointError: there is none of this model; says what differs.
         StoreError: the run that has it lives.
     """
     given = [*map(Path, roots)] if isinstance(where, bool) else [Path(where).expanduser()]
     candidates = [directory for path in given for directory in _directories(path)]
     if not candidates:
-        raise CheckpointError(f"{', '.join(map(str, given))}: there is no commit to go on from")
+        raise NoCheckpointError(f"{', '.join(map(str, given))}: there is no commit to go on from")
     refusals: list[Exception] = []
     for directory in sorted(candidates, key=_time, reverse=True):
         try:
@@ -163,8 +164,13 @@ def _fit(
 def _directories(path: Path) -> Iterator[Path]:
     """Swap directories with a manifest: the one given, or all on a path."""
     for directory in (path, *sorted(path.glob(f"{PREFIX}*-rank*"))):
-        if any(os.path.lexists(directory / name) for name in MANIFEST_NAMES):
+        if has_manifest(directory):
             yield directory
+
+
+def has_manifest(directory: Path) -> bool:
+    """Whether it is a swap directory in which something was committed."""
+    return any(os.path.lexists(directory / name) for name in MANIFEST_NAMES)
 
 
 def _time(directory: Path) -> float:

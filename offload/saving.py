@@ -21,20 +21,20 @@ from torch import nn
 
 from .config.schema import Aio, Durability
 from .engine import OffloadEngine
-from .errors import CheckpointError, ConfigError, OffloadError, TransferError
+from .errors import CheckpointError, ConfigError, NoCheckpointError, OffloadError, TransferError
 from .homes import fetch_home
 from .ledger import Ledger
 from .links import Ticket, wait_for_end
 from .models.pretrained import config_of
 from .pipeline import NvmeStates, ResidentStates
+from .portable.commit import CommitFiles
 from .portable.directory import find
 from .portable.load import load, match
 from .portable.save import Content, save
 from .portable.saved import CheckpointFiles, TensorsOf
-from .resuming import find_target, read_training, shapes_for
+from .resuming import find_target, has_manifest, read_training, shapes_for
 from .store import SwapStore
 from .store.commits import find_commits
-from .store.recovery import give_up_newest
 from .store.tensors import forget_tensors, write_tensors
 from .training_state import Stateful, TrainingState, capture, check_engine, restore, restore_part
 from .weights import HostSlots, StreamedWeights
@@ -288,19 +288,18 @@ class SavedEngine(OffloadEngine):
         dir: str | Path | None = None,  # noqa: A002  (DeepSpeed's name)
         tag: str | None = None,
         *,
-        previous: bool = False,
         strict: bool = True,
         weights_only: bool = False,
     ) -> tuple[str, dict[str, Any]]:
         """Goes back to a commit: this run's last one, or that of a run that has ended, whose store becomes ours.
 
-        Or takes over a checkpoint, whatever the placement, chunks and formats that it was saved from.
+        Or takes over the values of a checkpoint, or of a commit that does not fit as it is: whatever the placement,
+        chunks and formats that they were saved from.
 
         Args:
             dir: a swap directory, or a swap path, as :func:`offload.prepare` takes for ``resume``; None: this run's
                 own last commit, or else the newest on the configuration's swap paths. Or a directory of checkpoints.
             tag: what the commit has to be called; which checkpoint, the latest by default.
-            previous: the commit before the last one, for good, should that be damaged.
             strict: of a checkpoint, refuse it where a parameter is missing there or here. Else weights that are on
                 both sides are taken over, and nothing else unless all are.
             weights_only: of a checkpoint, take nothing but weights.
@@ -311,29 +310,43 @@ class SavedEngine(OffloadEngine):
         Raises:
             CheckpointError: there is none, or one of another model; nothing has changed then.
             StoreError: another run has it.
+            TransferError: it is damaged; where that was found too late, the engine has stopped.
         """
         with self._guard():
             self._refuse_half_a_step("loaded")
-            own = self._store
+            own, is_whole = self._store, strict and not weights_only
             if own is not None and own.serial and (dir is None or self._holds_own(own, Path(dir))):
-                state = self._go_back(own, tag, previous=previous)
-            elif dir is None or self._is_commit(Path(dir)):
-                state = self._adopt(True if dir is None else dir, tag, previous=previous)
+                if not is_whole:
+                    raise ConfigError("load_checkpoint: this run's own commit is gone back to as a whole")
+                state = self._go_back(own, tag)
+            elif dir is None or (self._is_commit(Path(dir)) and is_whole and self._can_adopt(dir, tag)):
+                state = self._adopt(True if dir is None else dir, tag)
             else:
-                return self._load_elsewhere(Path(dir), tag, strict=strict, weights_only=weights_only)
+                return self._copy(Path(dir), tag, strict=strict, weights_only=weights_only)
             self._restore(state)
             return str(self._committing_store().path), state.client_state
 
-    def _load_elsewhere(
+    def _can_adopt(self, where: Any, tag: str | None) -> bool:
+        """Whether a store can become ours as it is. Else it is copied, where that is possible."""
+        if not has_manifest(Path(where).expanduser()):
+            return True  # it is a path with several: who adopts says what is wrong with them
+        try:
+            plan = find_target(
+                where, self._roots, self.partition, self.plan.placement, self.plan.inventory, tag=tag
+            ).plan
+        except CheckpointError:
+            return False
+        return self.commits_to is not None and plan.chunk_elements == self.plan.chunk_elements
+
+    def _copy(
         self, root: Path, tag: str | None, *, strict: bool, weights_only: bool
     ) -> tuple[str, dict[str, Any]]:
-        try:
-            folder = find(root.expanduser(), tag)
-        except FileNotFoundError:
-            raise CheckpointError(f"{root}: nothing was saved there") from None
-        with CheckpointFiles(folder) as saved:
+        """Takes over the values of a checkpoint, or of the commit of a run that has ended."""
+        with self._open(root.expanduser(), tag) as saved:
             try:
                 state = TrainingState.of(saved.training, TensorsOf(saved))
+                if isinstance(saved, CommitFiles) and tag is not None and state.tag != tag:
+                    raise CheckpointError(f"its commit is called {state.tag!a}, not {tag!a}")
                 matched = match(self, saved, strict=strict, weights_only=weights_only)
                 if matched.is_whole:
                     check_engine(self, self._owned_model(), state)
@@ -342,39 +355,40 @@ class SavedEngine(OffloadEngine):
             self._empty()
             load(self, saved, matched)
             if matched.is_whole:
-                self._restore(state)
+                self._restore(state, is_committed=False)
             return str(saved.where), state.client_state
+
+    def _open(self, root: Path, tag: str | None) -> CheckpointFiles | CommitFiles:
+        if has_manifest(root):
+            return CommitFiles(root)
+        try:
+            return CheckpointFiles(find(root, tag))
+        except FileNotFoundError:
+            raise NoCheckpointError(f"{root}: nothing was saved there") from None
 
     def _holds_own(self, store: SwapStore, path: Path) -> bool:
         wanted = path.expanduser().absolute()
         return wanted in (store.path, store.path.parent)
 
     def _is_commit(self, path: Path) -> bool:
-        return self._is_own(path) or bool(list(path.expanduser().glob("manifest-?.json")))
+        return self._is_own(path) or has_manifest(path.expanduser())
 
-    def _go_back(self, store: SwapStore, tag: str | None, *, previous: bool) -> TrainingState:
-        found = find_commits(store.path)
-        manifest = found.before() if previous else found.newest
-        if manifest is None:
-            raise CheckpointError(f"{store.path}: there is no commit before number {found.newest.serial}")
+    def _go_back(self, store: SwapStore, tag: str | None) -> TrainingState:
+        manifest = find_commits(store.path).newest
         state = read_training(store.path, manifest)
         if tag is not None and state.tag != tag:
             raise CheckpointError(f"{store.path}: its commit is called {state.tag!a}, not {tag!a}")
         check_engine(self, self._owned_model(), state)
         self._empty()
-        if previous:
-            give_up_newest(store.path, found)
         store.restore(manifest)
         self._fetch(store)
         return state
 
-    def _adopt(self, where: Any, tag: str | None, *, previous: bool) -> TrainingState:
+    def _adopt(self, where: Any, tag: str | None) -> TrainingState:
         """Another run's store becomes ours, and ours goes."""
         own = self._committing_store()
         placement, inventory = self.plan.placement, self.plan.inventory
-        target = find_target(
-            where, self._roots, self.partition, placement, inventory, previous=previous, tag=tag
-        )
+        target = find_target(where, self._roots, self.partition, placement, inventory, tag=tag)
         if target.plan.chunk_elements != self.plan.chunk_elements:
             raise CheckpointError(
                 f"{target.directory}: its chunks have {target.plan.chunk_elements} elements, and those of this plan"
@@ -412,11 +426,11 @@ class SavedEngine(OffloadEngine):
         if isinstance(self.weights, StreamedWeights):
             self.weights.mover.reload()
 
-    def _restore(self, state: TrainingState) -> None:
+    def _restore(self, state: TrainingState, *, is_committed: bool = True) -> None:
         restore(self, self._owned_model(), state, self._parts)
         self._going_on = state
         self._before = (state.step - self.ledger.steps, state.skipped_steps - self.ledger.skipped_steps)
-        if isinstance(self._states, ResidentStates):
+        if is_committed and isinstance(self._states, ResidentStates):
             self._states.changed.clear()
 
 

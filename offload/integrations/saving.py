@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,13 @@ from .. import checkpoint, metrics
 from ..access import read_weight
 from ..bytesize import format_bytes
 from ..engine import OffloadEngine
-from ..errors import ConfigError, OffloadError, StoreError
+from ..errors import ConfigError, NoCheckpointError, OffloadError, StoreError
 from ..models.pretrained import config_of, persistent_buffers
 from ..models.safetensors_file import write_file
 from ..partition import StoredParam
+from ..saving import SavedEngine
+
+logger = logging.getLogger("offload")
 
 
 def export_model(
@@ -70,6 +74,33 @@ def write_pickle(engine: OffloadEngine, module: nn.Module, file: Path, *, exclud
     state.update({name: tensor.detach() for name, tensor in persistent_buffers(module)})
     with _replacing(file) as temporary:
         torch.save(state, temporary.path)
+
+
+def load_checkpoint(
+    engine: SavedEngine,
+    directory: str | Path | None,
+    tag: str | None,
+    *,
+    strict: bool,
+    weights_only: bool,
+    schedule: bool,
+    custom_load_fn: Any,
+) -> tuple[str | None, dict[str, Any]]:
+    """As ``SavedEngine.load_checkpoint``, with what DeepSpeed's has besides; None where there is nothing to load."""
+    if custom_load_fn is not None:
+        raise ConfigError(
+            "load_checkpoint: custom_load_fn is not called; write weights inside offload.gather"
+        )
+    if not schedule and not weights_only:
+        raise ConfigError(
+            "load_checkpoint: the optimizer's state is taken over with its schedule; leave load_lr_scheduler_states"
+            " out, and set the schedule afterwards"
+        )
+    try:
+        return engine.load_checkpoint(directory, tag, strict=strict, weights_only=weights_only)
+    except NoCheckpointError as error:
+        logger.warning("nothing was loaded: %s", error)
+        return None, {}
 
 
 class _replacing:  # noqa: N801  (used as a statement)

@@ -145,11 +145,12 @@ def rotate(directory: Path, keep_last: int, *, but: str) -> None:
     Args:
         but: a tag that stays whatever its age.
     """
-    found = sorted(
-        ((checkpoint.time, checkpoint.step, tag) for tag, checkpoint in checkpoints_in(directory)),
-        key=lambda each: (each[2] == but, *each),
-    )
-    for _, _, tag in found[: max(len(found) - keep_last, 0)]:
+    age = {
+        tag: (checkpoint.time, os.lstat(directory / tag / NAME).st_mtime_ns)
+        for tag, checkpoint in checkpoints_in(directory)
+    }
+    found = sorted(age, key=lambda tag: (tag == but, age[tag]))
+    for tag in found[: max(len(found) - keep_last, 0)]:
         _remove(directory, tag, f"removed, as {keep_last} stay")
     for path in directory.iterdir():
         if TAG.fullmatch(path.name) and path.name != but and is_folder(path) and _is_debris(path):

@@ -122,14 +122,21 @@ class Shapes:
         """What differs first, in words; empty where nothing does."""
         if self.weight_dtype != other.weight_dtype:
             return f"weights are {self.weight_dtype} there and {other.weight_dtype} here"
-        theirs, ours = ([param for unit in each.units for param in unit.params] for each in (self, other))
-        for there, here in zip(theirs, ours, strict=False):
+        theirs, ours = (
+            {param.name: param for unit in each.units for param in unit.params} for each in (self, other)
+        )
+        if len(theirs) != len(ours):
+            only = min(theirs.keys() ^ ours.keys())
+            return f"{len(theirs)} parameters there and {len(ours)} here, where {only} is on one side only"
+        for name, here in ours.items():
+            there = theirs.get(name)
+            if there is None:
+                return f"{_describe(here)} here, and none of that name there"
             if _describe(there) != _describe(here):
                 return f"{_describe(there)} there, {_describe(here)} here"
-            if there != here:
-                return f"{here.name} lies in another place or order, or has other names, there"
-        if len(theirs) != len(ours):
-            return f"{len(theirs)} parameters there and {len(ours)} here"
+        for name, here in ours.items():
+            if theirs[name] != here:
+                return f"{name} lies in another place or order, or has other names, there"
         if self.planes != other.planes:
             names = (
                 ", ".join(f"{plane.name} {plane.dtype}" for plane in each.planes) for each in (self, other)

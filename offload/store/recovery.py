@@ -84,7 +84,7 @@ def recover(
             undo.callback(drives[-1].queue.close)
         layout = StoreLayout.of(manifest.extents, [entry.size for entry in manifest.files])
         store = SwapStore(drives, layout, plan, ledger, verify=verify == "always")
-        explain = None if previous else partial(_explain_lost, drives, found)
+        explain = None if previous else partial(_explain_lost, store, drives, found)
         store.restore(manifest, proves=verify != "off", explain_lost=explain)
         if previous:
             give_up_newest(first.path, found)
@@ -111,12 +111,17 @@ def check_file(path: Path, size: int) -> None:
         raise CheckpointError(f"{path}: it is no file of the {size} bytes that a commit says")
 
 
-def _explain_lost(drives: Sequence[Drive], commits: Found, item: Item) -> str:
-    """Whether the commit before still has an item."""
+def _explain_lost(store: SwapStore, drives: Sequence[Drive], commits: Found, item: Item) -> str:
+    """Whether the commit before still has an item, and all else as far as we know."""
     before = commits.before()
     if before is None:
         return "; there is no commit before it"
-    found = "has it intact" if _is_intact(drives, before, item) else "has not got it any more either"
+    if not _is_intact(drives, before, item):
+        found = "has not got it any more either"
+    elif store.is_changed:
+        found = "has it intact, but not all else: this run has written over it"
+    else:
+        found = "has it intact: go on from that with previous=True (--previous)"
     return f"; the commit before, number {before.serial} of step {before.step}, {found}"
 
 

@@ -327,6 +327,11 @@ class SwapStore:
         """Of the last commit; 0 where nothing was committed."""
         return 0 if self._commits is None else self._commits.serial
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether anything was written since the last commit."""
+        return any(self._generations.changed())
+
     def commit(self, shapes: Shapes, *, step: int, training: dict[str, Any]) -> None:
         """Makes what is written now the state that the next start finds. See `commits`, Note [Commit].
 
