@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -192,7 +193,7 @@ def _training(state: Any) -> dict[str, Any]:
         if isinstance(group, dict) and isinstance(numbers := group.get("numbers"), dict)
     ]
     return {
-        "learning_rates": [rate for rate in rates if isinstance(rate, (int, float))],
+        "learning_rates": [rate for rate in rates if type(rate) is float and math.isfinite(rate)],
         "skipped_steps": values.get("skipped_steps") if type(values.get("skipped_steps")) is int else None,
         "parts": sorted(map(_shown, parts)) if isinstance(parts, dict) else [],
         "client_state": sorted(map(_shown, client)) if isinstance(client, dict) else [],

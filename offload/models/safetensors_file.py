@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 HEADER_BYTES_MAX: Final = 100 * 1000 * 1000
 """The format's own limit."""
+TENSORS_MAX: Final = 1 << 18
+"""Of one file that is read."""
 _WRITE_BYTES: Final = 64 * MiB
 
 # The format's name of a type -> (torch's name, bytes of an element).
@@ -96,6 +98,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
         if not isinstance(header, dict):
             raise ValueError("the header is no object")
+        if len(header) > TENSORS_MAX:
+            raise ValueError(f"it has {len(header)} entries, and no file has more than {TENSORS_MAX}")
         header.pop("__metadata__", None)
         entries = [_entry(name, value, path, 8 + length, file_size) for name, value in header.items()]
     except (ValueError, RecursionError) as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError
-from ..placement import STATE_BLOCK
+from ..placement import STATE_BLOCK, STATE_PLANES
 from ..store.committed import CommittedFiles
 from ..store.directory import SwapDirectory
 from ..store.layout import Item, PlaneKind
@@ -24,16 +25,38 @@ def formats_of(shapes: Shapes) -> tuple[str, str]:
     """Precision and format of state of what is stored.
 
     Raises:
-        CheckpointError: they are none of ours.
+        CheckpointError: they are none of ours, or the planes of a chunk are not as long as it says.
     """
-    found = {plane.name: plane.dtype for plane in shapes.planes}
+    precision, state_format = _formats_of(shapes)
+    specs = STATE_PLANES[precision, state_format]
+    number = 0
+    for unit in shapes.units:
+        for begin, end in pairwise((0, *unit.chunk_ends)):
+            *sizes, last = zip(specs, shapes.plane_bytes[number], strict=True)
+            fits = all(spec.size_bytes(end - begin) == size for spec, size in sizes)
+            if not fits or last[0].size_bytes(end - begin) > last[1]:
+                raise CheckpointError(
+                    f"chunk {number} has planes of {list(shapes.plane_bytes[number])} bytes for {end - begin} elements"
+                )
+            number += 1
+        if state_format == "int8" and any(
+            param.offset // ITEMSIZES[shapes.weight_dtype] % STATE_BLOCK
+            for param in unit.params
+            if param.trainable
+        ):
+            raise CheckpointError(
+                f"{unit.name}: a parameter does not begin where a block of 8-bit moments does"
+            )
+    return precision, state_format
+
+
+def _formats_of(shapes: Shapes) -> tuple[str, str]:
+    found = [(plane.name, plane.dtype) for plane in shapes.planes]
     for precision, dtype in WEIGHT_DTYPES.items():
-        for state_format in ("fp32", "bf16", "int8") if dtype == shapes.weight_dtype else ():
-            if (precision, state_format) == ("fp32", "int8"):
-                continue
-            if state_dtypes(precision, state_format) == found:
+        for of, state_format in STATE_PLANES if dtype == shapes.weight_dtype else ():
+            if of == precision and [*state_dtypes(precision, state_format).items()] == found:
                 return precision, state_format
-    names = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
+    names = ", ".join(f"{name} {dtype}" for name, dtype in found)
     raise CheckpointError(
         f"weights of {shapes.weight_dtype} with state of {names} are no format that is known"
     )

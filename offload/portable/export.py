@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .. import metrics
+from ..bytesize import format_bytes
 from ..errors import CheckpointError, ConfigError
 from ..models.pretrained import TensorSpec, write_checkpoint
 from .manifest import WEIGHT, SavedParam
@@ -59,6 +61,7 @@ def export(
     kept = {} if only_trained or buffers is None else dict(buffers)
     specs = [TensorSpec(name, param.shape, _dtype(param, dtype)) for name, param in params.items()]
     specs += [TensorSpec(name, tuple(value.shape), str(value.dtype)) for name, value in kept.items()]
+    _check_memory(saved, params)
     total, done = sum(spec.num_bytes for spec in specs), 0
 
     def fetch(name: str) -> torch.Tensor:
@@ -75,6 +78,17 @@ def export(
     aliases = {alias: param.name for param in params.values() for alias in param.aliases}
     write_checkpoint(out, specs, fetch, about or None, aliases=aliases, tokenizer_files=tokenizer_files)
     return len(specs)
+
+
+def _check_memory(saved: Saved, params: Mapping[str, SavedParam]) -> None:
+    """One tensor is in memory at a time: as it was saved, with its residual, and as it is written."""
+    largest = max(params.values(), key=lambda param: param.numel)
+    need, available = largest.numel * 12, metrics.memory_available_bytes()
+    if need > available:
+        raise CheckpointError(
+            f"{saved.where}: {largest.name} alone takes {format_bytes(need)} of memory, {format_bytes(available)} are"
+            " available"
+        )
 
 
 def _dtype(param: SavedParam, wanted: str | None) -> str:
