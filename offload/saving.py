@@ -142,6 +142,13 @@ class SavedEngine(OffloadEngine):
         self._parts.clear()
         self._going_on = None
 
+    def discard(self) -> None:
+        """As :meth:`close`, and what was committed is removed too."""
+        self.settle()
+        if self._store is not None:
+            self._store.discard()
+        self.close()
+
     # -- saving -------------------------------------------------------------------------------------------
 
     def save_checkpoint(

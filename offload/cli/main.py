@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .commits import SAVE_EVERY
 from .failures import Failures
 
 app = typer.Typer(
@@ -118,6 +119,28 @@ def finetune(
         int,
         typer.Option(min=0, metavar="N", help="Of a preset's first weights and of the order of the data."),
     ] = 0,
+    save_every: Annotated[
+        int,
+        typer.Option(
+            "--save-every",
+            min=0,
+            metavar="N",
+            help="Commit after every N steps, and the last, where the swap files keep two generations"
+            " (durability.generations); 0: never.",
+        ),
+    ] = SAVE_EVERY,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last commit of the run in --out.")
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Give up what a run in --out has committed, and begin anew.")
+    ] = False,
+    previous: Annotated[
+        bool,
+        typer.Option(
+            "--previous", help="With --resume: go on from the commit before the last one, for good."
+        ),
+    ] = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Only plain lines of progress and the result.")
     ] = False,
@@ -126,7 +149,7 @@ def finetune(
     """Train a model on text. What it needs is checked, and printed as a plan, before anything starts.
 
     Ends with a report of what moved, what waited and how much memory was used, and the same as report.json.
-    Ctrl-C stops at once and removes the swap files.
+    Ctrl-C stops at once; what was committed stays in the swap directory, for --resume, until the model is exported.
     """
     with Failures(traceback):
         from .finetune import Request, run
@@ -144,6 +167,10 @@ def finetune(
                 tokenizer=tokenizer,
                 seed=seed,
                 quiet=quiet,
+                save_every=save_every,
+                resume=resume,
+                restart=restart,
+                previous=previous,
             )
         )
 

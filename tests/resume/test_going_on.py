@@ -340,7 +340,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("other", "what"), OTHERS, ids=lambda value: str(value)[:30])
-def test_another_model_is_refused_and_keeps_its_values(other, what, swap_path, nothing_left_behind):
+def test_another_model_is_refused_and_keeps_its_values(other, what, swap_path):
     with running(Training(), NVME, swap_path) as run:
         run.train(1)
         directory = run.engine.save_checkpoint()
