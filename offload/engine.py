@@ -86,7 +86,7 @@ class OffloadEngine:
         self._failure: BaseException | None = None
         self._closed = False
         self._owner_pid = os.getpid()
-        self._updating = Unbroken(self._stop)
+        self._updating = Unbroken(self.stop)
         self._on_close: list[Callable[[], None]] = []
         self.close_abandoned: Callable[[], bool] = lambda: False
         """Asks for the leases of forwards that have ended unheard; says whether there were any."""
@@ -404,10 +404,11 @@ class OffloadEngine:
         try:
             yield
         except TransferError as error:
-            self._stop(error)
+            self.stop(error)
             raise
 
-    def _stop(self, error: BaseException) -> None:
+    def stop(self, error: BaseException) -> None:
+        """Nothing goes on from now on: the state is not that of any step."""
         self._failure = error
 
     # -- access between steps -----------------------------------------------------------------------------

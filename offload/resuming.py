@@ -166,8 +166,13 @@ def _fit(
 def _directories(path: Path) -> Iterator[Path]:
     """Swap directories with a manifest: the one given, or all on a path."""
     for directory in (path, *sorted(path.glob(f"{PREFIX}*-rank*"))):
-        if any(os.path.lexists(directory / name) for name in MANIFEST_NAMES):
+        if has_manifest(directory):
             yield directory
+
+
+def has_manifest(directory: Path) -> bool:
+    """Whether it is a swap directory in which something was committed."""
+    return any(os.path.lexists(directory / name) for name in MANIFEST_NAMES)
 
 
 def _time(directory: Path) -> float:
