@@ -8,7 +8,7 @@ _Array = npt.NDArray[Any]
 SQUARE_BLOCK: Final[int]
 STATE_BLOCK: Final[int]
 
-_Segment = tuple[int, int, int, float, float, float, float, float, int]
+_Segment = tuple[int, int, int, int, float, float, float, float, float]
 
 def isas() -> list[str]: ...
 def adam(
@@ -21,6 +21,42 @@ def adam(
     segments: Sequence[_Segment],
     *,
     adamw_mode: bool,
+    grad_scale: float,
+    seed: int,
+    threads: int,
+    isa: str,
+) -> None: ...
+def lion(
+    weight: _Array,
+    residual: _Array | None,
+    moment: _Array | None,
+    grad: _Array,
+    segments: Sequence[tuple[Any, ...]],
+    *,
+    grad_scale: float,
+    seed: int,
+    threads: int,
+    isa: str,
+) -> None: ...
+def adagrad(
+    weight: _Array,
+    residual: _Array | None,
+    moment: _Array | None,
+    grad: _Array,
+    segments: Sequence[tuple[Any, ...]],
+    *,
+    grad_scale: float,
+    seed: int,
+    threads: int,
+    isa: str,
+) -> None: ...
+def sgd(
+    weight: _Array,
+    residual: _Array | None,
+    moment: _Array | None,
+    grad: _Array,
+    segments: Sequence[tuple[Any, ...]],
+    *,
     grad_scale: float,
     seed: int,
     threads: int,

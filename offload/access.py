@@ -16,11 +16,10 @@ from .bytesize import PAGE_BYTES, align_up
 from .engine import OffloadEngine
 from .errors import OffloadError
 from .optim import kernels
+from .optim.moments import decoded, encode
 from .partition import GATHER_LOSS, StoredParam
 from .placement import STATE_BLOCK
 from .plan import Chunk
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def stored_of(engine: OffloadEngine, param: nn.Parameter) -> StoredParam:
@@ -108,6 +107,7 @@ class ChunkAccess:
     def __init__(self, engine: OffloadEngine) -> None:
         engine.settle_updates()
         self._engine = engine
+        self._moments = engine.optimizer.moments
         self._chunk: Chunk | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -116,8 +116,8 @@ class ChunkAccess:
         pieces: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         for chunk, begin, end in self._pieces(stored):
             planes = _cut(self._planes(chunk), begin, end)
-            if any(name in MOMENTS for name in names):
-                planes |= _decoded(planes)
+            if any(name in self._moments for name in names):
+                planes |= decoded(planes, self._moments)
             for name in names:
                 pieces[name].append(planes[name].clone().cpu())
         return {name: torch.cat(found) if found else torch.empty(0) for name, found in pieces.items()}
@@ -133,9 +133,9 @@ class ChunkAccess:
         for chunk, begin, end in self._pieces(stored):
             own = _cut(self._planes(chunk), begin, end)
             given = _cut(planes, done, done + end - begin)
-            if any(name in given for name in MOMENTS):
-                _encode(given, own)
-            for name in given.keys() - {*MOMENTS, "scale"}:
+            if self._moments and self._moments[0] in given:
+                encode(given, own, self._moments)
+            for name in given.keys() - {*self._moments, "scale"}:
                 own[name].copy_(given[name])
             self._engine.write_chunk(chunk, self._buffer)
             done += end - begin
@@ -158,33 +158,6 @@ def _cut(planes: dict[str, torch.Tensor], begin: int, end: int) -> dict[str, tor
     """Elements [begin, end) of state planes; ``begin`` is where a block of 8-bit moments begins."""
     scales = slice(begin // STATE_BLOCK * 2, -(-end // STATE_BLOCK) * 2)
     return {name: plane[scales if name == "scale" else slice(begin, end)] for name, plane in planes.items()}
-
-
-def _decoded(planes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The fp32 values of stored moments."""
-    if planes["exp_avg"].dtype is torch.float32:
-        return {name: planes[name] for name in MOMENTS}
-    first, second = (torch.empty(planes[name].numel(), dtype=torch.float32) for name in MOMENTS)
-    kernels.decode_moments(planes["exp_avg"], planes["exp_avg_sq"], planes.get("scale"), first, second)
-    return {"exp_avg": first, "exp_avg_sq": second}
-
-
-def _encode(values: dict[str, torch.Tensor], planes: dict[str, torch.Tensor]) -> None:
-    """Writes fp32 moments as their planes hold them.
-
-    A scale is the largest value of its block, and such a value, read back, may differ from it in the last bit: the
-    scale that it was read with gives the same planes.
-    """
-    if planes["exp_avg"].dtype is torch.float32:
-        for name in MOMENTS:
-            planes[name].copy_(values[name])
-        return
-    kernels.encode_moments(
-        values["exp_avg"], values["exp_avg_sq"], planes["exp_avg"], planes["exp_avg_sq"], planes.get("scale")
-    )
-    if "scale" in values and "scale" in planes:
-        same = torch.isclose(values["scale"], planes["scale"], rtol=1e-6, atol=0.0)
-        planes["scale"].copy_(values["scale"].where(same, planes["scale"]))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from .access import gathered
 from .checkpoint import StateDictHooks
 from .config import OffloadConfig
 from .config.schema import Aio
-from .config.training import AdamSettings, Optimizer
+from .config.training import Optimizer
 from .copies import CopyHooks
 from .durability import choose_generations
 from .engine import OffloadEngine
@@ -30,6 +30,7 @@ from .inventory import Inventory
 from .ledger import Ledger
 from .matmul import WideLinears, bf16_is_native
 from .models.pretrained import build_meta_model, open_checkpoint
+from .optim import DeviceAdam, ShardOptimizer, make_optimizer
 from .optimizer import OffloadOptimizer
 from .partition import Partition
 from .placement import Placement, nvme_path_of, placement_of, refuse_unbuilt, swap_paths_of
@@ -81,9 +82,9 @@ def prepare(
     """
     settings = OffloadConfig.from_any(config)
     refuse_unbuilt(settings)
-    numbers = (settings.optimizer or Optimizer(type="AdamW")).settings()
+    chosen = settings.optimizer or Optimizer()
     construct.make_ordinary(model)
-    optimizer = _make_optimizer(model, params, numbers)
+    optimizer = _make_optimizer(model, params, chosen)
     ledger = Ledger()
     with ExitStack() as undo:
         accelerator = open_accelerator(settings.accelerator)
@@ -99,22 +100,25 @@ def prepare(
             device=device,
         )
         inventory = dataclasses.replace(partition.inventory, library_bytes=library_bytes)
-        placement = placement_of(settings, device_free_bytes=free_bytes)
+        has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
+        placement = placement_of(settings, device_free_bytes=free_bytes, has_momentum=has_momentum)
         if resume is False:
             ground = _new_run(settings, placement, inventory, ledger)
         else:
             ground = _old_run(settings, placement, inventory, ledger, partition, resume, previous=previous)
         if ground.store is not None:
             undo.callback(ground.store.close)
+        here, there = _shard_optimizers(ground.plan, chosen, settings.seed)
         if ground.going_on is not None:
-            waits = placement.update == "step"
-            check(ground.going_on, model, partition, adamw_mode=numbers.adamw_mode, keeps_gradients=waits)
+            check(
+                ground.going_on, model, partition, optimizer=here, keeps_gradients=placement.update == "step"
+            )
         engine = SavedEngine(
             partition,
             ground.plan,
             groups=optimizer.param_groups,
-            adamw_mode=numbers.adamw_mode,
-            seed=settings.seed,
+            optimizer=here,
+            on_device=there,
             clip_norm=settings.gradient_clipping or 0.0,
             store=ground.store,
             ledger=ledger,
@@ -129,8 +133,6 @@ def prepare(
         undo.pop_all()
     _move_buffers(model, device)
     _watch(model, engine)
-    if settings.precision == "bf16" and device.type == "cpu" and not bf16_is_native():
-        engine.on_close(WideLinears(model).remove)
     optimizer.bind(engine)
     engine.take_over()
     for note in (*settings.notes, *ground.notes, ground.plan.report()):
@@ -141,15 +143,12 @@ def prepare(
 def _make_optimizer(
     model: nn.Module,
     params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
-    numbers: AdamSettings,
+    chosen: Optimizer,
 ) -> OffloadOptimizer:
     for engine in open_engines():
         if any(param in engine.partition.of_param for param in model.parameters()):
             raise ConfigError("the model, or a part of it, is prepared already; close its engine first")
-    return OffloadOptimizer(
-        _groups(model, params),
-        {"lr": numbers.lr, "betas": numbers.betas, "eps": numbers.eps, "weight_decay": numbers.weight_decay},
-    )
+    return OffloadOptimizer(_groups(model, params), chosen.defaults())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +206,8 @@ def _watch(model: nn.Module, engine: OffloadEngine) -> None:
     copies = CopyHooks(model, engine, {id_ for each in hooks for id_ in each.ids})
     for remove in (*(each.remove for each in hooks), copies.remove):
         engine.on_close(remove)
+    if engine.plan.placement.precision == "bf16" and engine.device.type == "cpu" and not bf16_is_native():
+        engine.on_close(WideLinears(model).remove)
 
 
 @contextmanager
@@ -272,6 +273,23 @@ def gather(params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bo
         for engine, members in by_engine.items():
             stack.enter_context(gathered(engine, members, modify=modify))
         yield
+
+
+def _shard_optimizers(
+    plan: MemoryPlan, chosen: Optimizer, seed: int
+) -> tuple[ShardOptimizer, ShardOptimizer | None]:
+    """What updates on the CPU, and what updates on an accelerator where anything does."""
+    placement = plan.placement
+    here = make_optimizer(
+        placement.rule,
+        weight_format=placement.precision,
+        state_format=placement.state_format,
+        decoupled=chosen.decoupled,
+        seed=seed,
+    )
+    if not plan.on_device:
+        return here, None
+    return here, DeviceAdam(weight_format=placement.precision, adamw_mode=chosen.decoupled)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

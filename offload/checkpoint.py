@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .access import MOMENTS, ChunkAccess, gathered, join_master, read_master, read_weight, write_weight
+from .access import ChunkAccess, gathered, join_master, read_master, read_weight, write_weight
 from .engine import OffloadEngine
 from .errors import CheckpointError, OffloadError
 from .models.pretrained import TensorSpec, write_checkpoint
@@ -113,18 +113,27 @@ def refuse_lost(module: nn.Module, state: dict[str, Any], prefix: str, _metadata
 
 
 def optimizer_state(engine: OffloadEngine) -> Iterator[tuple[StoredParam, dict[str, torch.Tensor]]]:
-    """Per trained parameter: ``step``, both moments in fp32, and of bf16 weights the exact fp32 ``master``.
+    """Per trained parameter: ``step``, moments in fp32, and of bf16 weights the exact fp32 ``master``.
 
-    Of 8-bit moments also ``scale``: from their values alone a scale would come back but for its last bit. One
-    parameter's state is in memory at a time, and one chunk, which is read once: nothing may be trained or written
-    before the last parameter has come.
+    Keys are torch's: its SGD keeps no ``step`` (beside rounded state, whose noise depends on it, there is one here),
+    and has a moment after the first step only. Of 8-bit moments also ``scale``: from their values alone a scale would
+    come back but for its last bit. One parameter's state is in memory at a time, and one chunk, which is read once:
+    nothing may be trained or written before the last parameter has come.
     """
     access = ChunkAccess(engine)
+    optimizer, placement = engine.optimizer, engine.plan.placement
     for stored in engine.partition.trainable:
-        planes = access.read(stored, *(plane.name for plane in engine.plan.placement.state_planes))
-        state = {"step": torch.tensor(float(stored.step))}
-        for plane in MOMENTS:
-            state[plane] = planes[plane].as_strided(stored.placed.info.shape, stored.stride)
+        group = engine.groups[stored.group]
+        planes = access.read(stored, *(plane.name for plane in placement.state_planes))
+        if not stored.step:
+            for name, value in optimizer.first_moments(group).items():
+                planes[name].fill_(value)
+        state = {}
+        if optimizer.saves_step or placement.state_format != "fp32":
+            state["step"] = torch.tensor(float(stored.step))
+        if optimizer.saves_step or stored.step:
+            for name in optimizer.moments_of(group):
+                state[name] = planes[name].as_strided(stored.placed.info.shape, stored.stride)
         if "scale" in planes:
             state["scale"] = planes["scale"].view(-1, 2)
         if "residual" in planes:
@@ -138,13 +147,13 @@ def load_optimizer_state(
     *,
     saved_as: str = "fp32",
 ) -> None:
-    """Writes what :func:`optimizer_state` gave, or torch's Adam gives: then the weights are the master.
+    """Writes what :func:`optimizer_state` gave, or torch's optimizer gives: then the weights are the master.
 
     Args:
         saved_as: the format of the state that was saved; from the same format it comes back bit for bit.
     """
     for stored, state in states.items():
-        check_optimizer_state(stored, state)
+        check_optimizer_state(engine, stored, state)
     kept_as = engine.plan.placement.state_format
     if saved_as != kept_as:
         how = "as it is" if kept_as == "fp32" else "rounded to the nearest"
@@ -153,19 +162,27 @@ def load_optimizer_state(
         )
     access = ChunkAccess(engine)
     for stored, state in states.items():
-        planes = {plane: stored.flatten(state[plane], torch.float32) for plane in MOMENTS}
+        moments = [name for name in engine.optimizer.moments if _has_moment(engine, state, name)]
+        planes = {name: stored.flatten(state[name], torch.float32) for name in moments}
         if saved_as == kept_as and "scale" in state:
             planes["scale"] = state["scale"].flatten()
-        access.write(stored, planes)
+        if planes:
+            access.write(stored, planes)
         if "master" in state and stored.dtype is not torch.float32:
             write_weight(engine, stored, state["master"].float(), access=access)
-        stored.step = int(state["step"])
+        stored.step = int(state.get("step", bool(moments)))  # of SGD only whether it was the first counts
 
 
-def check_optimizer_state(stored: StoredParam, state: dict[str, torch.Tensor]) -> None:
+def _has_moment(engine: OffloadEngine, state: dict[str, torch.Tensor], name: str) -> bool:
+    """Whether the state has a moment, or may do without: torch's SGD has none before the first step."""
+    return engine.optimizer.saves_step or state.get(name) is not None
+
+
+def check_optimizer_state(engine: OffloadEngine, stored: StoredParam, state: dict[str, torch.Tensor]) -> None:
     """Raises CheckpointError where a plane is missing or has another shape than the parameter."""
-    shape = stored.placed.info.shape
-    for plane in (*MOMENTS, *(["master"] if "master" in state else [])):
+    shape, optimizer = stored.placed.info.shape, engine.optimizer
+    moments = [name for name in optimizer.moments if _has_moment(engine, state, name)]
+    for plane in (*moments, *(["master"] if "master" in state else [])):
         if plane not in state or tuple(state[plane].shape) != shape:
             got = tuple(state[plane].shape) if plane in state else "nothing"
             raise CheckpointError(f"{stored.name}: {plane} of shape {shape} expected, got {got}")
@@ -173,7 +190,7 @@ def check_optimizer_state(stored: StoredParam, state: dict[str, torch.Tensor]) -
     if "scale" in state and tuple(state["scale"].shape) != scales:
         got = tuple(state["scale"].shape)
         raise CheckpointError(f"{stored.name}: scale of shape {scales} expected, got {got}")
-    if "step" not in state:
+    if optimizer.saves_step and "step" not in state:
         raise CheckpointError(f"{stored.name}: its step count is missing")
 
 
@@ -197,8 +214,10 @@ def export(
     Raises:
         OffloadError: the directory cannot be written; nothing half-done is left.
     """
-    specs, fetch = exported(engine, (p for unit in engine.partition.units for p in unit), buffers, dtype)
-    write_checkpoint(Path(out_dir), specs, fetch, config, tokenizer_files=tokenizer_files)
+    params = [stored for unit in engine.partition.units for stored in unit]
+    specs, fetch = exported(engine, params, buffers, dtype)
+    aliases = {alias: stored.name for stored in params for alias in stored.names[1:]}
+    write_checkpoint(Path(out_dir), specs, fetch, config, aliases=aliases, tokenizer_files=tokenizer_files)
 
 
 def exported(

@@ -34,9 +34,9 @@ from .errors import OffloadError, TransferError
 from .gradients import PassingGradients, WaitingGradients, explain_not_finite
 from .homes import Source, Tiers, bring_home, make_gradients, make_states, make_weights
 from .ledger import Ledger
-from .optim import Adam, DeviceAdam
+from .optim import ShardOptimizer
 from .partition import Partition, StoredParam
-from .pipeline import OptimizerPipeline, Unbroken, UnitUpdate, next_segment, state_planes
+from .pipeline import OptimizerPipeline, Unbroken, UnitUpdate, state_planes
 from .plan import Chunk, MemoryPlan
 from .schedule import Phase
 from .store import SwapStore
@@ -58,24 +58,25 @@ class OffloadEngine:
         plan: MemoryPlan,
         *,
         groups: Sequence[dict[str, Any]],
-        adamw_mode: bool,
-        seed: int,
+        optimizer: ShardOptimizer,
         clip_norm: float,
         store: SwapStore | None,
         ledger: Ledger,
         source: Source | None,
         accelerator: Accelerator | None = None,
+        on_device: ShardOptimizer | None = None,
     ) -> None:
         """Brings all parameters home, unit by unit.
 
         Args:
             groups: the optimizer's live `param_groups`; their numbers are read at each update.
-            seed: of the noise by which state that is not kept exactly is rounded.
+            optimizer: what an update computes.
             clip_norm: gradients are clipped to this global norm before the update; 0 is off.
             store: where planes homed on nvme go; the engine owns it from now on.
             source: initial values of a parameter; asked once for each, and may free them afterwards. None: the
                 store has all, from a commit.
             accelerator: what computes, where that is not the CPU; the engine owns it from now on.
+            on_device: the same optimizer for units that are updated there.
         """
         self.plan, self.ledger = plan, ledger
         self.partition, self.groups, self.clip_norm = partition, groups, clip_norm
@@ -85,7 +86,7 @@ class OffloadEngine:
         self._failure: BaseException | None = None
         self._closed = False
         self._owner_pid = os.getpid()
-        self._updating = Unbroken(self._stop)
+        self._updating = Unbroken(self.stop)
         self._on_close: list[Callable[[], None]] = []
         self.close_abandoned: Callable[[], bool] = lambda: False
         """Asks for the leases of forwards that have ended unheard; says whether there were any."""
@@ -103,16 +104,14 @@ class OffloadEngine:
         self._squares: dict[int, list[float]] = {}  # of units updated in this backward
 
         self.accelerator = accelerator
-        weights, kept_as = plan.placement.precision, plan.placement.state_format
-        self.adam = Adam(weight_format=weights, state_format=kept_as, adamw_mode=adamw_mode, seed=seed)
-        there = DeviceAdam(weight_format=weights, adamw_mode=adamw_mode) if plan.on_device else None
+        self.optimizer = optimizer
         self._tiers = tiers = Tiers.open(accelerator, ledger)
         with ExitStack() as undo:
             undo.callback(tiers.close)
             self.weights = make_weights(partition, plan, tiers, store, ledger, self._reclaim)
             self._states = make_states(plan, tiers, store)
             self.pipeline = OptimizerPipeline(
-                self.adam, plan, self._states, self.weights, ledger, on_device=there
+                optimizer, plan, self._states, self.weights, ledger, on_device=on_device
             )
             self.gradients = make_gradients(partition, plan, tiers, ledger, self._wait_for_gradient_slot)
             bring_home(partition, plan, self.weights, self._states, self.gradients, store, source)
@@ -356,7 +355,7 @@ class OffloadEngine:
         on_updated: Callable[[int], None],
     ) -> UnitUpdate:
         self._versions[unit] += bool(params)
-        segments = [next_segment(stored, self.groups[stored.group]) for stored in params]
+        segments = [self.optimizer.segment(p.next_span(), self.groups[p.group]) for p in params]
         return UnitUpdate(unit, plane, segments, grad_scale, on_updated)
 
     # -- giving way ---------------------------------------------------------------------------------------
@@ -405,10 +404,11 @@ class OffloadEngine:
         try:
             yield
         except TransferError as error:
-            self._stop(error)
+            self.stop(error)
             raise
 
-    def _stop(self, error: BaseException) -> None:
+    def stop(self, error: BaseException) -> None:
+        """Nothing goes on from now on: the state is not that of any step."""
         self._failure = error
 
     # -- access between steps -----------------------------------------------------------------------------
@@ -448,7 +448,7 @@ class OffloadEngine:
 
     def state_planes(self, chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state planes in a chunk's bytes, by name."""
-        return state_planes(self.adam, chunk, buffer)
+        return state_planes(self.optimizer, chunk, buffer)
 
     # -- reports and the end ------------------------------------------------------------------------------
 

@@ -215,7 +215,7 @@ def fetch_home(
         plane = weights.buffer(unit)
         store.read_weight(unit, plane, priority=NEEDED_NOW).wait()
         weights.bring(unit, plane).wait()
-    if isinstance(states, ResidentStates):
+    if isinstance(states, ResidentStates) and plan.placement.state_planes:
         for chunk in plan.chunks_of[unit]:
             home = states.read(chunk)
             buffer = home if home.device.type == "cpu" else torch.empty(home.numel(), dtype=torch.uint8)

@@ -13,10 +13,10 @@ from .saving import SavedEngine
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """Adam or AdamW over planes that may lie anywhere.
+    """Adam, AdamW, Lion, Adagrad or SGD over planes that may lie anywhere.
 
-    ``param_groups`` are the real ones: learning rates, betas, eps and weight decay may be changed at any time
-    and count from the next update. ``optimizer.engine`` is the engine.
+    ``param_groups`` are the real ones, with torch's keys: learning rates, betas, momentum, weight decay and so on may
+    be changed at any time and count from the next update. ``optimizer.engine`` is the engine.
     """
 
     engine: SavedEngine
@@ -25,10 +25,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._bound = False
         super().__init__(list(groups), defaults)
         for index, group in enumerate(self.param_groups):
-            for key, low, high in (("lr", 0.0, None), ("eps", 0.0, None), ("weight_decay", 0.0, None)):
-                _check_range(f"parameter group {index}: {key}", group[key], low, high)
-            for beta in group["betas"]:
-                _check_range(f"parameter group {index}: a beta", beta, 0.0, 1.0)
+            check_group(f"parameter group {index}", group)
 
     def bind(self, engine: SavedEngine) -> None:
         """Gives the optimizer its engine; from now on the set of parameters is fixed."""
@@ -57,7 +54,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return torch.tensor(self.engine.clip_grad_norm(float(max_norm)))
 
     def state_dict(self) -> dict[str, Any]:
-        """All state in memory, laid out as torch's Adam does: ``state[index]`` by position in the groups.
+        """All state in memory, laid out as torch's optimizer of the same name does: ``state[index]`` by
+        position in the groups.
 
         Moments are fp32 whatever format they are kept in; where that is another, ``state_format`` says which. Of
         bf16 weights it also has ``master``, the exact value that is trained, and of 8-bit moments ``scale``. For
@@ -68,11 +66,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if state_format != "fp32":
             packed["state_format"] = state_format
         index_of = self._indices()
-        packed["state"] = {index_of[stored.param]: state for stored, state in optimizer_state(self.engine)}
+        states = ((index_of[stored.param], state) for stored, state in optimizer_state(self.engine))
+        packed["state"] = {index: state for index, state in states if state}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave, on whatever placement, or what torch's Adam gave.
+        """Takes over what :meth:`state_dict` gave, on whatever placement, or what torch's optimizer
+        of the same name gave.
 
         State of another format is rounded to the nearest of this one, and a line in the log says so; of the same
         it is what it was, bit for bit.
@@ -87,13 +87,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"the state has groups of {sizes} parameters, this optimizer of {own_sizes}"
             )
         index_of = self._indices()
+        saved_states, may_be_empty = state_dict["state"], not self.engine.optimizer.saves_step
         states = {
-            stored: state_dict["state"][index_of[stored.param]]
+            stored: saved_states.get(index_of[stored.param], {})
             for stored in self.engine.partition.trainable
-            if index_of[stored.param] in state_dict["state"]
+            if may_be_empty or index_of[stored.param] in saved_states
         }
         for stored, state in states.items():
-            check_optimizer_state(stored, state)
+            check_optimizer_state(self.engine, stored, state)
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         load_optimizer_state(self.engine, states, saved_as=state_dict.get("state_format", "fp32"))
@@ -110,7 +111,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
 
-def _check_range(name: str, value: float, low: float, high: float | None) -> None:
-    if not low <= float(value) or (high is not None and not float(value) < high):
-        bound = f"in [{low:g}, {high:g})" if high is not None else f"at least {low:g}"
-        raise ConfigError(f"{name} must be {bound}, got {value}")
+def check_group(where: str, group: dict[str, Any]) -> None:
+    """Raises ConfigError where a number of a parameter group is out of its range."""
+    for key in ("lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value"):
+        if key in group and not float(group[key]) >= 0:
+            raise ConfigError(f"{where}: {key} must be at least 0, got {group[key]}")
+    for beta in group.get("betas", ()):
+        if not 0 <= float(beta) < 1:
+            raise ConfigError(f"{where}: a beta must be in [0, 1), got {beta}")
+    if group.get("nesterov") and (not group["momentum"] or group["dampening"]):
+        raise ConfigError(
+            f"{where}: nesterov needs a momentum and no dampening; write them, or leave nesterov out"
+        )

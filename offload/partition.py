@@ -29,7 +29,7 @@ from torch import nn
 
 from .errors import ConfigError, OffloadError
 from .inventory import Inventory, ParamInfo, PlacedParam, build_inventory
-from .optim import kernels
+from .optim import Span, kernels
 
 GATHER_LOSS = "compute such a loss, and call its backward, inside `with offload.gather(parameters)`"
 """What to do about a loss over parameters that are absent."""
@@ -70,6 +70,11 @@ class StoredParam:
     @property
     def trainable(self) -> bool:
         return self.placed.info.trainable
+
+    def next_span(self) -> Span:
+        """Its elements in its next update, which is counted."""
+        self.step += 1
+        return Span(self.placed.begin, self.placed.end, self.step, element=self.element)
 
     def point(self, data: torch.Tensor) -> bool:
         """Makes ``data`` the parameter's, unless user code works on its gathered value.

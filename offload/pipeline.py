@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from .ledger import Ledger
 from .links import AHEAD, NEEDED_NOW, DoneTicket, Ticket, wait_for_end
-from .optim import Segment, ShardOptimizer
-from .partition import StoredParam
+from .optim import ShardOptimizer, Span
 from .plan import Chunk, MemoryPlan
 from .store import SwapStore
 
@@ -128,7 +127,7 @@ class UnitUpdate:
     unit: int
     grad: torch.Tensor
     """One element per element of the trainable region."""
-    segments: Sequence[Segment]
+    segments: Sequence[Span]
     """Elements to update, ascending; the rest stays as it is."""
     grad_scale: float
     on_updated: Callable[[int], None]
@@ -448,28 +447,11 @@ def state_planes(optimizer: ShardOptimizer, chunk: Chunk, buffer: torch.Tensor) 
     return planes
 
 
-def next_segment(stored: StoredParam, group: dict[str, Any]) -> Segment:
-    """A parameter's elements and the numbers of its next update, which is counted."""
-    stored.step += 1
-    beta1, beta2 = group["betas"]
-    return Segment(
-        begin=stored.placed.begin,
-        end=stored.placed.end,
-        step=stored.step,
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        element=stored.element,
-    )
-
-
-def _overlaps(segments: Sequence[Segment], chunk: Chunk) -> bool:
+def _overlaps(segments: Sequence[Span], chunk: Chunk) -> bool:
     return any(segment.begin < chunk.end and segment.end > chunk.begin for segment in segments)
 
 
-def _within(segments: Sequence[Segment], chunk: Chunk) -> list[Segment]:
+def _within(segments: Sequence[Span], chunk: Chunk) -> list[Span]:
     """The parts of segments that lie in a chunk, counted from its begin."""
     return [
         replace(

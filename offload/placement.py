@@ -10,16 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, get_args
 
 from . import metrics
 from .bytesize import PAGE_BYTES, align_up
 from .config import OffloadConfig
 from .config.kinds import SwapPath
+from .config.training import Optimizer, Rule
 from .errors import ConfigError
 
 Home = Literal["device", "host", "nvme"]
 Update = Literal["backward", "step"]
+WeightFormat = Literal["bf16", "fp32"]
 StateFormat = Literal["fp32", "bf16", "int8"]
 
 CHUNK_ELEMENTS_MAX = 4 << 20
@@ -44,18 +46,39 @@ class PlaneSpec:
         return -(-elements // self.block) * self.itemsize
 
 
-def _moments(itemsize: int) -> tuple[PlaneSpec, ...]:
-    return PlaneSpec("exp_avg", itemsize), PlaneSpec("exp_avg_sq", itemsize)
-
-
-STATE_PLANES: dict[tuple[str, str], tuple[PlaneSpec, ...]] = {
-    ("bf16", "fp32"): (PlaneSpec("residual", 2), *_moments(4)),
-    ("bf16", "bf16"): (PlaneSpec("residual", 2), *_moments(2)),
-    ("bf16", "int8"): (PlaneSpec("residual", 1), *_moments(1), PlaneSpec("scale", 8, STATE_BLOCK)),
-    ("fp32", "fp32"): _moments(4),
-    ("fp32", "bf16"): _moments(2),
+MOMENTS: dict[Rule, tuple[str, ...]] = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "adagrad": ("sum",),
+    "momentum": ("momentum_buffer",),
+    "sgd": (),
 }
-"""By precision of training and format of state: what lies side by side in the extent of a chunk."""
+"""The planes of moments of each rule, by torch's names for them."""
+
+
+def _state_planes(rule: Rule, precision: WeightFormat, state_format: StateFormat) -> tuple[PlaneSpec, ...]:
+    itemsize = {"fp32": 4, "bf16": 2, "int8": 1}[state_format]
+    planes = [PlaneSpec(name, itemsize) for name in MOMENTS[rule]]
+    if precision == "bf16":
+        planes.insert(0, PlaneSpec("residual", 1 if state_format == "int8" else 2))
+    if state_format == "int8":
+        planes.append(PlaneSpec("scale", 8, STATE_BLOCK))
+    return tuple(planes)
+
+
+def state_formats(rule: Rule, precision: WeightFormat) -> tuple[StateFormat, ...]:
+    """How the moments of a rule may be stored, the most exact first."""
+    if not MOMENTS[rule]:
+        return ("fp32",)
+    return ("fp32", "bf16", "int8") if rule == "adam" and precision == "bf16" else ("fp32", "bf16")
+
+
+STATE_PLANES: dict[tuple[Rule, WeightFormat, StateFormat], tuple[PlaneSpec, ...]] = {
+    (rule, precision, kept_as): _state_planes(rule, precision, kept_as)
+    for rule, precision in product(MOMENTS, get_args(WeightFormat))
+    for kept_as in state_formats(rule, precision)
+}
+"""By rule, precision of training and format of state: what lies side by side in the extent of a chunk."""
 
 WEIGHT_ITEMSIZE = {"bf16": 2, "fp32": 4}
 
@@ -78,7 +101,8 @@ class Remedy:
 class Placement:
     """What the configuration asks for, reduced to what sizes depend on."""
 
-    precision: Literal["bf16", "fp32"]
+    precision: WeightFormat
+    rule: Rule = "adam"
     state_format: StateFormat = "fp32"
     param_home: Home
     state_home: Home
@@ -131,16 +155,21 @@ class Placement:
 
     @property
     def state_planes(self) -> tuple[PlaneSpec, ...]:
-        return STATE_PLANES[self.precision, self.state_format]
+        return STATE_PLANES[self.rule, self.precision, self.state_format]
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return MOMENTS[self.rule]
 
     @property
     def residual_itemsize(self) -> int:
         """Bytes per element of the residual plane; 0 where there is none."""
-        first = self.state_planes[0]
-        return first.itemsize if first.name == "residual" else 0
+        return next((plane.itemsize for plane in self.state_planes if plane.name == "residual"), 0)
 
     def plane_bytes(self, elements: int) -> tuple[tuple[str, int], ...]:
         """The planes in the extent of a chunk of so many elements. The last one's bytes fill a page up."""
+        if not self.state_planes:
+            return ()
         sizes = [plane.size_bytes(elements) for plane in self.state_planes]
         sizes[-1] += align_up(sum(sizes), PAGE_BYTES) - sum(sizes)
         return tuple((plane.name, size) for plane, size in zip(self.state_planes, sizes, strict=True))
@@ -150,12 +179,15 @@ class Placement:
         return sum(size for _, size in self.plane_bytes(elements))
 
 
-def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None) -> Placement:
+def placement_of(
+    config: OffloadConfig, *, device_free_bytes: int | None = None, has_momentum: bool = False
+) -> Placement:
     """What a configuration asks for, with the budgets of this machine where it says "auto".
 
     One generation where that says "auto": `durability.choose_generations` knows better.
 
     Args:
+        has_momentum: a parameter group has momentum, whatever the configuration says of SGD.
         device_free_bytes: free memory of the accelerator; None where the CPU computes.
     """
     zero, memory = config.zero_optimization, config.memory
@@ -175,8 +207,13 @@ def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None)
     has_device = device_free_bytes is not None
     states = zero.offload_optimizer
     state_home, device_share = _state_home(states.device, states.ratio, has_device=has_device)
-    if states.state_format != "fp32" and (state_home == "device" or device_share):
-        _refuse_format_on_device(states.state_format, states.device)
+    optimizer = config.optimizer or Optimizer()
+    rule = "momentum" if optimizer.rule == "sgd" and has_momentum else optimizer.rule
+    state_format = states.state_format if MOMENTS[rule] else "fp32"
+    if (state_format != "fp32" or rule != "adam") and (state_home == "device" or device_share):
+        _refuse_on_device(optimizer.type, rule, state_format, states.device)
+    if not STATE_PLANES[rule, precision, state_format] and state_home == "nvme":
+        state_home = "host"  # there is none
     device_bytes = None
     if device_free_bytes is not None:
         device_bytes = int(device_free_bytes * DEVICE_SHARE)
@@ -184,7 +221,8 @@ def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None)
             device_bytes = memory.device_bytes
     return Placement(
         precision=precision,
-        state_format=states.state_format,
+        rule=rule,
+        state_format=state_format,
         param_home=_home(zero.offload_param.device, has_device=has_device),
         state_home=state_home,
         device_share=device_share,
@@ -198,20 +236,28 @@ def placement_of(config: OffloadConfig, *, device_free_bytes: int | None = None)
         nvme_bytes=None if memory.nvme_bytes == "auto" else memory.nvme_bytes,
         chunk_elements_max=min(zero.sub_group_size or CHUNK_ELEMENTS_MAX, CHUNK_ELEMENTS_MAX),
         generations=2 if config.durability.generations == 2 else 1,
-        remedies=tuple(_remedies(config, update, has_device=has_device)),
+        remedies=tuple(_remedies(config, update, rule, precision, has_device=has_device)),
     )
 
 
-def _refuse_format_on_device(state_format: str, device: str) -> NoReturn:
+def _refuse_on_device(name: str, rule: Rule, state_format: StateFormat, device: str) -> NoReturn:
     change = 'device = "cpu" or "nvme"' if device == "none" else "ratio = 1"
+    setting, what, other = "optimizer.type", name, "AdamW"
+    if rule == "adam":
+        setting, what, other = (
+            "zero_optimization.offload_optimizer.state_format",
+            f"{state_format!r}",
+            '"fp32"',
+        )
     raise ConfigError(
-        f"zero_optimization.offload_optimizer.state_format: {state_format!r} is for state that the CPU updates, and"
-        f" this is, or a part of it, at home on the accelerator; set zero_optimization.offload_optimizer.{change},"
-        ' or use "fp32"'
+        f"{setting}: {what} is for state that the CPU updates, and this is, or a part of it, at home on the"
+        f" accelerator; set zero_optimization.offload_optimizer.{change}, or use {other}"
     )
 
 
-def _remedies(config: OffloadConfig, update: Update, *, has_device: bool) -> Iterator[Remedy]:
+def _remedies(
+    config: OffloadConfig, update: Update, rule: Rule, precision: WeightFormat, *, has_device: bool
+) -> Iterator[Remedy]:
     """What may be changed to need less memory: one setting, or two, or all. See `config.resolve`.
 
     What changes results, a format of state that is not exact, comes after everything else.
@@ -228,7 +274,7 @@ def _remedies(config: OffloadConfig, update: Update, *, has_device: bool) -> Ite
     updates: list[Update] = ["backward", update] if may_update_early else [update]
     whole = [states] if has_device and states == "cpu" and ratio < 1 else []
     choices = product(
-        [kept_as, *_smaller_formats(config)],
+        [kept_as, *_smaller_formats(rule, precision, kept_as)],
         [*((device, 1.0) for device in (*whole, *_below(states, has_device=has_device))), (states, ratio)],
         [*_below(params, has_device=has_device), params],
         updates,
@@ -236,7 +282,7 @@ def _remedies(config: OffloadConfig, update: Update, *, has_device: bool) -> Ite
     remedies = []
     for new_format, (new_states, new_ratio), new_params, new_update in choices:
         state_home, share = _state_home(new_states, new_ratio, has_device=has_device)
-        if new_format != "fp32" and (state_home == "device" or share):
+        if (new_format != "fp32" or rule != "adam") and (state_home == "device" or share):
             continue
         settings = []
         if new_states != states:
@@ -258,10 +304,10 @@ def _remedies(config: OffloadConfig, update: Update, *, has_device: bool) -> Ite
     yield from (remedy for *_, remedy in sorted(remedies, key=itemgetter(0, 1)))
 
 
-def _smaller_formats(config: OffloadConfig) -> list[StateFormat]:
+def _smaller_formats(rule: Rule, precision: WeightFormat, kept_as: StateFormat) -> tuple[StateFormat, ...]:
     """Formats of state that take less memory than the one asked for, the next first."""
-    order: list[StateFormat] = ["fp32", "bf16", "int8"] if config.precision == "bf16" else ["fp32", "bf16"]
-    return order[order.index(config.zero_optimization.offload_optimizer.state_format) + 1 :]
+    order = state_formats(rule, precision)
+    return order[order.index(kept_as) + 1 :] if kept_as in order else ()
 
 
 def _below(device: str, *, has_device: bool) -> list[str]:

@@ -162,7 +162,7 @@ class MemoryPlan:
         """With a ring of chunks that reads far ahead, as far as the budget's share allows."""
         chunk_bytes = self.placement.state_bytes(self.chunk_elements)
         share = min(READ_AHEAD_BYTES_MAX, int(self.placement.host_bytes * READ_AHEAD_SHARE))
-        slots = max(self.chunk_slots, min(share // chunk_bytes, len(self.chunks)))
+        slots = max(self.chunk_slots, min(share // max(1, chunk_bytes), len(self.chunks)))
         return replace(self, chunk_slots=slots)
 
     def _fits(self) -> bool:

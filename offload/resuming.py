@@ -19,7 +19,7 @@ from .config.schema import Aio, Durability
 from .errors import CheckpointError, ConfigError, NoCheckpointError, StoreError
 from .inventory import Inventory
 from .ledger import Ledger
-from .optim import Adam
+from .optim import make_optimizer
 from .partition import Partition
 from .placement import STATE_BLOCK, Placement, SwapPaths, swap_paths_of
 from .plan import MemoryPlan
@@ -39,13 +39,15 @@ Where = bool | str | os.PathLike[str]
 def shapes_for(partition: Partition, plan: MemoryPlan) -> Shapes:
     """What a store of this model and plan holds."""
     placement = plan.placement
-    adam = Adam(weight_format=placement.precision, state_format=placement.state_format)
+    optimizer = make_optimizer(
+        placement.rule, weight_format=placement.precision, state_format=placement.state_format
+    )
     details: Mapping[str, ParamDetail] = {
         stored.name: ParamDetail(_name(stored.dtype), stored.stride, stored.names[1:])
         for unit in partition.units
         for stored in unit
     }
-    dtypes = {spec.name: _name(spec.dtype) for spec in adam.state_specs(STATE_BLOCK)}
+    dtypes = {spec.name: _name(spec.dtype) for spec in optimizer.state_specs(STATE_BLOCK)}
     return shapes_of(plan, details, dtypes)
 
 
@@ -164,8 +166,13 @@ def _fit(
 def _directories(path: Path) -> Iterator[Path]:
     """Swap directories with a manifest: the one given, or all on a path."""
     for directory in (path, *sorted(path.glob(f"{PREFIX}*-rank*"))):
-        if any(os.path.lexists(directory / name) for name in MANIFEST_NAMES):
+        if has_manifest(directory):
             yield directory
+
+
+def has_manifest(directory: Path) -> bool:
+    """Whether it is a swap directory in which something was committed."""
+    return any(os.path.lexists(directory / name) for name in MANIFEST_NAMES)
 
 
 def _time(directory: Path) -> float:

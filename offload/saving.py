@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,18 @@ from torch import nn
 
 from .config.schema import Aio, Durability
 from .engine import OffloadEngine
-from .errors import CheckpointError, ConfigError, NoCheckpointError, OffloadError
+from .errors import CheckpointError, ConfigError, NoCheckpointError, OffloadError, TransferError
 from .homes import fetch_home
 from .ledger import Ledger
 from .links import Ticket, wait_for_end
+from .models.pretrained import config_of
 from .pipeline import NvmeStates, ResidentStates
-from .resuming import find_target, read_training, shapes_for
+from .portable.commit import CommitFiles
+from .portable.directory import find
+from .portable.load import load, match
+from .portable.save import Content, save
+from .portable.saved import CheckpointFiles, TensorsOf
+from .resuming import find_target, has_manifest, read_training, shapes_for
 from .store import SwapStore
 from .store.commits import find_commits
 from .store.tensors import forget_tensors, write_tensors
@@ -36,6 +43,18 @@ logger = logging.getLogger("offload")
 
 WRITES_FLYING_MAX = 4
 """Of what is at home in memory, at a commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What is asked of a checkpoint that is not a commit."""
+
+    exclude_frozen: bool = False
+    """Leave out frozen weights; loading then needs the same base."""
+    keep_last: int | None = None
+    """So many checkpoints stay in the directory."""
+    latest: bool = True
+    """Make it the one that is loaded where no tag is given."""
 
 
 class SavedEngine(OffloadEngine):
@@ -137,6 +156,8 @@ class SavedEngine(OffloadEngine):
         dir: str | Path | None = None,  # noqa: A002  (DeepSpeed's name)
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
+        *,
+        elsewhere: Elsewhere | None = None,
     ) -> Path:
         """Makes the state after the last step what the next start goes on from. See Note [Saving].
 
@@ -144,8 +165,10 @@ class SavedEngine(OffloadEngine):
 
         Args:
             dir: None, or within the swap path: the store is committed, and no plane on nvme is written again.
-            tag: a name for it.
+                Elsewhere a checkpoint is written to ``dir/tag``, which every placement can load.
+            tag: a name for it; for a checkpoint ``global_stepN`` by default.
             client_state: JSON, which :attr:`client_state` gives back.
+            elsewhere: what is asked of a checkpoint.
 
         Returns:
             The directory.
@@ -160,7 +183,7 @@ class SavedEngine(OffloadEngine):
             self._refuse_half_a_step("saved")
             state = self._capture(tag, client_state)
             if dir is not None and not self._is_own(Path(dir)):
-                return save_elsewhere(self, state, Path(dir), tag)
+                return self._save_elsewhere(state, Path(dir), tag, elsewhere or Elsewhere())
             store = self._committing_store()
             self.settle_updates()
             self._write_what_is_in_memory(store)
@@ -206,7 +229,7 @@ class SavedEngine(OffloadEngine):
             if self.plan.placement.param_home != "nvme":
                 plane = self.weights.host_plane(unit)[: layout.weight_bytes]
                 yield from store.keep_weight(unit, plane)
-        if isinstance(self._states, ResidentStates):
+        if isinstance(self._states, ResidentStates) and self.plan.placement.state_planes:
             for index in sorted(self._states.changed):
                 chunk = self.plan.chunks[index]
                 yield self.plan.chunk_bytes(chunk), store.keep_state(chunk, self._states.read(chunk).cpu())
@@ -248,6 +271,18 @@ class SavedEngine(OffloadEngine):
             raise OffloadError("the engine is closed")
         return self._model
 
+    def _save_elsewhere(self, state: TrainingState, root: Path, tag: str | None, how: Elsewhere) -> Path:
+        content = Content(state.step, state.values, state.tensors, config_of(self._owned_model()) or {})
+        return save(
+            self,
+            content,
+            root,
+            f"global_step{state.step}" if tag is None else tag,
+            exclude_frozen=how.exclude_frozen,
+            keep_last=how.keep_last,
+            latest=how.latest,
+        )
+
     # -- going on -----------------------------------------------------------------------------------------
 
     def take_over(self) -> None:
@@ -259,13 +294,22 @@ class SavedEngine(OffloadEngine):
         self,
         dir: str | Path | None = None,  # noqa: A002  (DeepSpeed's name)
         tag: str | None = None,
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
     ) -> tuple[str, dict[str, Any]]:
         """Goes back to a commit: this run's last one, or that of a run that has ended, whose store becomes ours.
 
+        Or takes over the values of a checkpoint, or of a commit that does not fit as it is: whatever the placement,
+        chunks and formats that they were saved from.
+
         Args:
             dir: a swap directory, or a swap path, as :func:`offload.prepare` takes for ``resume``; None: this run's
-                own last commit, or else the newest on the configuration's swap paths.
-            tag: what the commit has to be called.
+                own last commit, or else the newest on the configuration's swap paths. Or a directory of checkpoints.
+            tag: what the commit has to be called; which checkpoint, the latest by default.
+            strict: of a checkpoint, refuse it where a parameter is missing there or here. Else weights that are on
+                both sides are taken over, and nothing else unless all are.
+            weights_only: of a checkpoint, take nothing but weights.
 
         Returns:
             The directory, and the ``client_state`` that was saved.
@@ -273,25 +317,68 @@ class SavedEngine(OffloadEngine):
         Raises:
             CheckpointError: there is none, or one of another model; nothing has changed then.
             StoreError: another run has it.
+            TransferError: it is damaged; where that was found too late, the engine has stopped.
         """
         with self._guard():
             self._refuse_half_a_step("loaded")
-            own = self._store
+            own, is_whole = self._store, strict and not weights_only
             if own is not None and own.serial and (dir is None or self._holds_own(own, Path(dir))):
+                if not is_whole:
+                    raise ConfigError("load_checkpoint: this run's own commit is gone back to as a whole")
                 state = self._go_back(own, tag)
-            elif dir is None or self._is_commit(Path(dir)):
+            elif dir is None or (self._is_commit(Path(dir)) and is_whole and self._can_adopt(dir, tag)):
                 state = self._adopt(True if dir is None else dir, tag)
             else:
-                return load_elsewhere(self, Path(dir), tag)
+                return self._copy(Path(dir), tag, strict=strict, weights_only=weights_only)
             self._restore(state)
             return str(self._committing_store().path), state.client_state
+
+    def _can_adopt(self, where: Any, tag: str | None) -> bool:
+        """Whether a store can become ours as it is. Else it is copied, where that is possible."""
+        if not has_manifest(Path(where).expanduser()):
+            return True  # it is a path with several: who adopts says what is wrong with them
+        try:
+            plan = find_target(
+                where, self._roots, self.partition, self.plan.placement, self.plan.inventory, tag=tag
+            ).plan
+        except CheckpointError:
+            return False
+        return self.commits_to is not None and plan.chunk_elements == self.plan.chunk_elements
+
+    def _copy(
+        self, root: Path, tag: str | None, *, strict: bool, weights_only: bool
+    ) -> tuple[str, dict[str, Any]]:
+        """Takes over the values of a checkpoint, or of the commit of a run that has ended."""
+        with self._open(root.expanduser(), tag) as saved:
+            try:
+                state = TrainingState.of(saved.training, TensorsOf(saved))
+                if isinstance(saved, CommitFiles) and tag is not None and state.tag != tag:
+                    raise CheckpointError(f"its commit is called {state.tag!a}, not {tag!a}")
+                matched = match(self, saved, strict=strict, weights_only=weights_only)
+                if matched.is_whole:
+                    check_engine(self, self._owned_model(), state)
+            except (CheckpointError, TransferError) as error:  # nothing has changed yet: the engine goes on
+                raise CheckpointError(f"{saved.where}: {error}") from None
+            self._empty()
+            load(self, saved, matched)
+            if matched.is_whole:
+                self._restore(state, is_committed=False)
+            return str(saved.where), state.client_state
+
+    def _open(self, root: Path, tag: str | None) -> CheckpointFiles | CommitFiles:
+        if has_manifest(root):
+            return CommitFiles(root)
+        try:
+            return CheckpointFiles(find(root, tag))
+        except FileNotFoundError:
+            raise NoCheckpointError(f"{root}: nothing was saved there") from None
 
     def _holds_own(self, store: SwapStore, path: Path) -> bool:
         wanted = path.expanduser().absolute()
         return wanted in (store.path, store.path.parent)
 
     def _is_commit(self, path: Path) -> bool:
-        return self._is_own(path) or bool(list(path.expanduser().glob("manifest-?.json")))
+        return self._is_own(path) or has_manifest(path.expanduser())
 
     def _go_back(self, store: SwapStore, tag: str | None) -> TrainingState:
         manifest = find_commits(store.path).newest
@@ -346,38 +433,12 @@ class SavedEngine(OffloadEngine):
         if isinstance(self.weights, StreamedWeights):
             self.weights.mover.reload()
 
-    def _restore(self, state: TrainingState) -> None:
+    def _restore(self, state: TrainingState, *, is_committed: bool = True) -> None:
         restore(self, self._owned_model(), state, self._parts)
         self._going_on = state
         self._before = (state.step - self.ledger.steps, state.skipped_steps - self.ledger.skipped_steps)
-        if isinstance(self._states, ResidentStates):
+        if is_committed and isinstance(self._states, ResidentStates):
             self._states.changed.clear()
-
-
-def save_elsewhere(engine: SavedEngine, state: TrainingState, directory: Path, tag: str | None) -> Path:
-    """Writes a copy that needs no swap store.
-
-    Raises:
-        ConfigError: it is not built yet.
-    """
-    raise ConfigError(
-        f"save_checkpoint to {directory}, outside the swap paths, is not built yet; leave the directory out, which"
-        " commits the swap store"
-    )
-
-
-def load_elsewhere(engine: SavedEngine, directory: Path, tag: str | None) -> tuple[str, dict[str, Any]]:
-    """Reads what :func:`save_elsewhere` wrote.
-
-    Raises:
-        NoCheckpointError: there is nothing.
-        ConfigError: it is not built yet.
-    """
-    if not directory.is_dir() or not any(directory.iterdir()):
-        raise NoCheckpointError(f"{directory}: there is nothing to load")
-    raise ConfigError(
-        f"load_checkpoint from {directory}: it is no swap directory with a commit, and nothing else is built yet"
-    )
 
 
 class _Pace:

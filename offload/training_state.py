@@ -29,10 +29,12 @@ from torch import nn
 
 from . import plain
 from .accel import Accelerator
+from .config.training import OPTIMIZERS
 from .engine import OffloadEngine
 from .errors import CheckpointError, ConfigError
 from .gradients import WaitingGradients
 from .models.pretrained import persistent_buffers
+from .optim import ShardOptimizer
 from .partition import Partition, StoredParam
 
 logger = logging.getLogger("offload")
@@ -40,6 +42,8 @@ logger = logging.getLogger("offload")
 VERSION = 1
 BUFFER, GRADIENT = "buffer.", "gradient."
 COUNT_MAX = (1 << 53) - 1
+_NUMBERS: dict[str, dict[str, Any]] = {kind.__name__: kind().defaults() for kind in OPTIMIZERS}
+"""What a parameter group of each type of optimizer has."""
 
 
 class Stateful(Protocol):
@@ -139,7 +143,7 @@ def capture(
         "skipped_steps": skipped_steps,
         "tag": tag,
         "optimizer": {
-            "adamw_mode": engine.adam.adamw_mode,
+            "type": engine.optimizer.type,
             "groups": [_group(engine, index) for index in range(len(engine.groups))],
         },
         "parts": {name: plain.encode(part.state_dict(), name) for name, part in parts.items()},
@@ -151,18 +155,22 @@ def capture(
 
 
 def check(
-    state: TrainingState, model: nn.Module, partition: Partition, *, adamw_mode: bool, keeps_gradients: bool
+    state: TrainingState,
+    model: nn.Module,
+    partition: Partition,
+    *,
+    optimizer: ShardOptimizer,
+    keeps_gradients: bool,
 ) -> None:
     """Raises CheckpointError, naming what differs, where ``state`` is not of this model and optimizer.
 
     Args:
         keeps_gradients: whether gradients can wait for their step: not with update 'backward'.
     """
-    optimizer = state.values["optimizer"]
-    if optimizer["adamw_mode"] != adamw_mode:
-        saved, ours = ("AdamW" if mode else "Adam" for mode in (optimizer["adamw_mode"], adamw_mode))
-        raise CheckpointError(f"it was trained with {saved}, and this optimizer is {ours}")
-    groups = optimizer["groups"]
+    saved = state.values["optimizer"]
+    if saved["type"] != optimizer.type:
+        raise CheckpointError(f"it was trained with {saved['type']}, and this optimizer is {optimizer.type}")
+    groups = saved["groups"]
     count = 1 + max(stored.group for stored in partition.trainable)
     if len(groups) != count:
         raise CheckpointError(f"it has {len(groups)} parameter groups, and this optimizer {count}")
@@ -194,7 +202,7 @@ def check_engine(engine: OffloadEngine, model: nn.Module, state: TrainingState) 
         state,
         model,
         engine.partition,
-        adamw_mode=engine.adam.adamw_mode,
+        optimizer=engine.optimizer,
         keeps_gradients=isinstance(engine.gradients, WaitingGradients),
     )
 
@@ -372,16 +380,18 @@ def _check_values(values: Any) -> None:
     if any(type(name) is not str or not name.startswith((BUFFER, GRADIENT)) for name in values["tensors"]):
         _refuse("tensors", "names of buffers and gradients belong here")
     optimizer = values["optimizer"]
-    _fields(optimizer, "optimizer", adamw_mode=bool, groups=list)
+    _fields(optimizer, "optimizer", type=str, groups=list)
+    if optimizer["type"] not in _NUMBERS:
+        _refuse("optimizer.type", f"{ascii(optimizer['type'])[:40]} is none of {', '.join(_NUMBERS)}")
     for index, group in enumerate(optimizer["groups"]):
-        _check_group(group, f"optimizer.groups[{index}]")
+        _check_group(group, _NUMBERS[optimizer["type"]], f"optimizer.groups[{index}]")
     for name, part in values["parts"].items():
         if type(plain.decode(part, name)) is not dict:
             _refuse(f"parts.{ascii(name)[:60]}", "an object belongs here")
     _check_random_numbers(values["random"])
 
 
-def _check_group(group: Any, where: str) -> None:
+def _check_group(group: Any, expected: Mapping[str, Any], where: str) -> None:
     if type(group) is not dict:
         _refuse(where, "an object belongs here")
     _fields(group, where, numbers=dict, params=list, steps=list)
@@ -392,18 +402,25 @@ def _check_group(group: Any, where: str) -> None:
     for count in group["steps"]:
         _check_count(count, f"{where}.steps")
     numbers = plain.decode(group["numbers"], f"{where}.numbers")
-    betas = numbers.get("betas") if type(numbers) is dict else None
-    if type(betas) is not tuple or len(betas) != 2 or "params" in numbers:
-        _refuse(where, "it is no parameter group of Adam")
-    for name in ("lr", "eps", "weight_decay"):
-        _check_number(numbers.get(name), math.inf, f"{where}.{name}")
-    for beta in betas:
-        _check_number(beta, 1.0, f"{where}.betas")
+    if type(numbers) is not dict or "params" in numbers:
+        _refuse(where, "the numbers of a parameter group belong here")
+    for name, example in expected.items():
+        value, place = numbers.get(name), f"{where}.{name}"
+        if isinstance(example, tuple):
+            if type(value) is not tuple or len(value) != len(example):
+                _refuse(place, f"{len(example)} numbers belong here")
+            for beta in value:
+                _check_number(beta, 1.0, place)
+        elif isinstance(example, bool):
+            if type(value) is not bool:
+                _refuse(place, "true or false belongs here")
+        else:
+            _check_number(value, math.inf, place, least=-math.inf if name == "dampening" else 0)
 
 
-def _check_number(value: Any, below: float, where: str) -> None:
-    if type(value) not in (int, float) or not 0 <= value < below or abs(value) > 1e300:
-        _refuse(where, f"{ascii(value)[:40]} is no number from 0 to below {below:g}")
+def _check_number(value: Any, below: float, where: str, *, least: float = 0) -> None:
+    if type(value) not in (int, float) or not least <= value < below or abs(value) > 1e300:
+        _refuse(where, f"{ascii(value)[:40]} is no number from {least:g} to below {below:g}")
 
 
 def _check_count(value: Any, where: str) -> None:

@@ -1,6 +1,4 @@
-// Python face of the CPU optimizer kernels. Arrays come as contiguous buffers of plain numbers (bf16 as
-// 16-bit integers); offload/optim/kernels.py checks what users pass and words the errors. What is checked
-// here keeps memory safe whoever calls.
+// Python face of the CPU optimizer kernels; see bindings/arrays.h for what crosses it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -10,11 +8,11 @@
 #include <optional>
 #include <span>
 #include <stdexcept>
-#include <string>
 #include <string_view>
 #include <tuple>
 #include <vector>
 
+#include "arrays.h"
 #include "optim/adam.h"
 #include "optim/arrays.h"
 #include "optim/isa.h"
@@ -22,58 +20,9 @@
 
 namespace py = pybind11;
 namespace optim = offload::optim;
+using namespace offload::bindings;
 
 namespace {
-
-// A contiguous array, kept alive while a kernel uses it.
-class Array {
- public:
-  Array(const py::buffer& buffer, const char* name, bool writable)
-      : name_(name), info_(buffer.request(writable)) {
-    if (info_.ndim != 1 || (info_.size > 1 && info_.strides[0] != info_.itemsize)) {
-      throw std::invalid_argument(name_ + " must be a contiguous one-dimensional array");
-    }
-    if (reinterpret_cast<uintptr_t>(info_.ptr) % static_cast<size_t>(info_.itemsize) != 0) {
-      throw std::invalid_argument(name_ + " is not aligned to its elements");
-    }
-  }
-  [[nodiscard]] size_t count() const { return static_cast<size_t>(info_.size); }
-  [[nodiscard]] size_t itemsize() const { return static_cast<size_t>(info_.itemsize); }
-
-  [[nodiscard]] bool overlaps(const Array& other) const {
-    return begin() < other.end() && other.begin() < end();
-  }
-  [[nodiscard]] const std::string& name() const { return name_; }
-
-  // The elements, after a check of their number and size.
-  template <class Element>
-  [[nodiscard]] Element* elements(size_t expected_count) const {
-    if (count() != expected_count || itemsize() != sizeof(Element)) {
-      throw std::invalid_argument(name_ + " must hold " + std::to_string(expected_count) + " elements of " +
-                                  std::to_string(sizeof(Element)) + " bytes, not " + std::to_string(count()) +
-                                  " of " + std::to_string(itemsize()));
-    }
-    return static_cast<Element*>(info_.ptr);
-  }
-
- private:
-  [[nodiscard]] const std::byte* begin() const { return static_cast<const std::byte*>(info_.ptr); }
-  [[nodiscard]] const std::byte* end() const { return begin() + count() * itemsize(); }
-
-  std::string name_;
-  py::buffer_info info_;
-};
-
-// The kernels read ahead of what they write, so no two arrays of a call may share memory.
-void refuse_overlap(const std::vector<const Array*>& arrays) {
-  for (auto a = arrays.begin(); a != arrays.end(); ++a) {
-    for (auto b = a + 1; b != arrays.end(); ++b) {
-      if ((*a)->overlaps(**b)) {
-        throw std::invalid_argument((*a)->name() + " and " + (*b)->name() + " share memory");
-      }
-    }
-  }
-}
 
 // The planes of the moments, whose element sizes tell the format.
 class StatePlanes {
@@ -117,66 +66,40 @@ class StatePlanes {
   optim::MomentPlanes planes_{};
 };
 
-using Segment = std::tuple<int64_t, int64_t, int64_t, double, double, double, double, double, uint64_t>;
+using Segment = std::tuple<int64_t, int64_t, int64_t, uint64_t, double, double, double, double, double>;
 
 std::vector<optim::AdamSegment> to_segments(const std::vector<Segment>& tuples) {
   std::vector<optim::AdamSegment> segments;
   segments.reserve(tuples.size());
-  for (const auto& [begin, end, step, lr, beta1, beta2, eps, weight_decay, element] : tuples) {
-    if (begin < 0 || end < 0) {
-      throw std::invalid_argument("segment " + std::to_string(segments.size()) +
-                                  ": begin and end must not be negative");
-    }
-    segments.push_back({static_cast<size_t>(begin), static_cast<size_t>(end), step, lr, beta1, beta2, eps,
-                        weight_decay, element});
+  for (const auto& [begin, end, step, element, lr, beta1, beta2, eps, weight_decay] : tuples) {
+    const optim::Span span = to_span(segments.size(), begin, end, step, element);
+    segments.push_back({span, lr, beta1, beta2, eps, weight_decay});
   }
   return segments;
 }
 
-void run_adam(const py::buffer& weight_buffer, const std::optional<py::buffer>& residual_buffer,
-              const py::buffer& exp_avg_buffer, const py::buffer& exp_avg_sq_buffer,
-              const std::optional<py::buffer>& scale_buffer, const py::buffer& grad_buffer,
+void run_adam(const py::buffer& weight, const std::optional<py::buffer>& residual, const py::buffer& exp_avg,
+              const py::buffer& exp_avg_sq, const std::optional<py::buffer>& scale, const py::buffer& grad,
               const std::vector<Segment>& segment_tuples, bool adamw_mode, double grad_scale, uint64_t seed,
               unsigned threads, std::string_view isa) {
   const optim::KernelTable& kernels = optim::kernels_for(isa);
-  const Array weight(weight_buffer, "weight", true);
-  const size_t count = weight.count();
-  const StatePlanes state(exp_avg_buffer, exp_avg_sq_buffer, scale_buffer, count, true);
-  const Array grad(grad_buffer, "grad", false);
-  const bool int8 = state.format() == optim::StateFormat::kInt8;
-  optim::AdamPlanes planes{
-      .weight = nullptr, .residual = nullptr, .moments = state.planes(), .grad = nullptr};
-  optim::AdamFormats formats{state.format(), optim::AdamFormat::kFp32WeightFp32Grad};
+  const MasterPlanes master(weight, residual, grad);
+  const size_t count = master.count();
+  const StatePlanes state(exp_avg, exp_avg_sq, scale, count, true);
+  const bool is_int8 = state.format() == optim::StateFormat::kInt8;
+  if (is_int8 && !master.has_residual()) {
+    throw std::invalid_argument("int8 moments need bf16 weights and their residual");
+  }
+  const auto [planes, format] =
+      is_int8 ? master.planes<int8_t>(state.planes()) : master.planes<int16_t>(state.planes());
   std::vector<const Array*> arrays = state.arrays();
-  arrays.insert(arrays.begin(), &weight);
-  arrays.push_back(&grad);
-  std::optional<Array> residual;
-  if (residual_buffer) {
-    residual.emplace(*residual_buffer, "residual", true);
-    arrays.push_back(&*residual);
-    planes.weight = weight.elements<optim::Bf16>(count);
-    if (int8) {
-      planes.residual = residual->elements<int8_t>(count);
-    } else {
-      planes.residual = residual->elements<int16_t>(count);
-    }
-    formats.others = optim::AdamFormat::kBf16WeightFp32Grad;
-    if (grad.itemsize() == sizeof(optim::Bf16)) formats.others = optim::AdamFormat::kBf16WeightBf16Grad;
-  } else {
-    if (int8) throw std::invalid_argument("int8 moments need bf16 weights and their residual");
-    planes.weight = weight.elements<float>(count);
-  }
-  if (formats.others == optim::AdamFormat::kBf16WeightBf16Grad) {
-    planes.grad = grad.elements<optim::Bf16>(count);
-  } else {
-    planes.grad = grad.elements<float>(count);
-  }
+  for (const Array* array : master.arrays()) arrays.push_back(array);
   refuse_overlap(arrays);
   const std::vector<optim::AdamSegment> segments = to_segments(segment_tuples);
   const optim::AdamOptions options{
       .decoupled = adamw_mode, .grad_scale = grad_scale, .seed = seed, .threads = threads};
   const py::gil_scoped_release nogil;
-  optim::adam_update(kernels, formats, planes, count, segments, options);
+  optim::adam_update(kernels, {state.format(), format}, planes, count, segments, options);
 }
 
 void run_encode_moments(const py::buffer& exp_avg_buffer, const py::buffer& exp_avg_sq_buffer,
@@ -224,7 +147,11 @@ void run_block_square_sums(const py::buffer& values_buffer, const py::buffer& su
   const Array sums(sums_buffer, "sums", true);
   const size_t count = values.count();
   auto* out = sums.elements<double>(count / optim::kSquareBlock + (count % optim::kSquareBlock != 0));
-  if (values.itemsize() == sizeof(optim::Bf16)) {
+  if (values.is_fp16()) {
+    const auto* elements = values.elements<optim::Fp16>(count);
+    const py::gil_scoped_release nogil;
+    optim::block_square_sums(kernels, elements, count, out, threads);
+  } else if (values.itemsize() == sizeof(optim::Bf16)) {
     const auto* elements = values.elements<optim::Bf16>(count);
     const py::gil_scoped_release nogil;
     optim::block_square_sums(kernels, elements, count, out, threads);
@@ -332,6 +259,7 @@ PYBIND11_MODULE(_adam, m) {
         py::kw_only(), py::arg("threads"), py::arg("isa"));
   m.def("assign_weight", &run_assign_weight, py::arg("weight"), py::arg("residual"), py::arg("fresh"),
         py::kw_only(), py::arg("threads"), py::arg("isa"));
+  bind_rules(m);
   m.def("crc32c", &run_crc32c, py::arg("data"), py::arg("cuts"), py::arg("sums"), py::kw_only(),
         py::arg("threads"), py::arg("way"));
   m.def("crc32c_ways", &offload::crc32c_ways);

@@ -1,8 +1,6 @@
 #include "optim/adam.h"
 
-#include <algorithm>
 #include <cmath>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -11,31 +9,11 @@
 namespace offload::optim {
 namespace {
 
-struct Work {
-  size_t begin;
-  size_t end;
-  size_t segment;
-  NoiseKeys noise;
-};
-
-[[noreturn]] void refuse(size_t index, const std::string& what) {
-  throw std::invalid_argument("segment " + std::to_string(index) + ": " + what);
-}
-
-void check_number(size_t index, const char* name, double value, bool in_range, const char* range) {
-  if (!in_range) refuse(index, std::string(name) + " must be " + range + ", got " + std::to_string(value));
-}
-
 void check_segments(std::span<const AdamSegment> segments, size_t count) {
   size_t previous_end = 0;
   for (size_t i = 0; i < segments.size(); ++i) {
     const AdamSegment& s = segments[i];
-    if (s.begin > s.end || s.end > count || s.begin < previous_end) {
-      refuse(i, "[" + std::to_string(s.begin) + ", " + std::to_string(s.end) + ") must lie in [" +
-                    std::to_string(previous_end) + ", " + std::to_string(count) +
-                    "): after the segment before it, inside the planes");
-    }
-    if (s.step < 1) refuse(i, "step must be at least 1, got " + std::to_string(s.step));
+    check_span(i, s, previous_end, count);
     check_number(i, "lr", s.lr, std::isfinite(s.lr), "finite");
     check_number(i, "beta1", s.beta1, s.beta1 >= 0 && s.beta1 < 1, "in [0, 1)");
     check_number(i, "beta2", s.beta2, s.beta2 >= 0 && s.beta2 < 1, "in [0, 1)");
@@ -56,33 +34,6 @@ void check_blocks(std::span<const AdamSegment> segments) {
     }
     free_from = (s.end + kStateBlock - 1) / kStateBlock * kStateBlock;
   }
-}
-
-// The finaliser of splitmix64 (Steele, Lea, Flood 2014).
-uint64_t mix(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
-  return x ^ (x >> 31);
-}
-
-// Keys for elements from `index` of the planes on, up to a multiple of 2^32 of their numbers in the model.
-NoiseKeys make_noise_keys(uint64_t seed, int64_t step, uint64_t element, size_t index) {
-  const uint64_t of_step = mix(mix(seed + 0x9E3779B97F4A7C15) + static_cast<uint64_t>(step));
-  const uint64_t keys = mix(of_step + (element >> 32));
-  return {.before = static_cast<uint32_t>(keys),
-          .between = static_cast<uint32_t>(keys >> 32),
-          .first = static_cast<uint32_t>(element - index)};
-}
-
-// Where the work that begins here must end: at a multiple of kBlockElements, so that any cut into segments
-// makes the same work, and where the noise needs new keys. A block of the state format is not cut for that:
-// all its elements use the keys of its first.
-size_t work_end(size_t begin, uint64_t element, StateFormat format) {
-  const size_t end = (begin / kBlockElements + 1) * kBlockElements;
-  const uint64_t same_keys = (uint64_t{1} << 32) - (element & 0xFFFFFFFF);
-  if (same_keys >= end - begin) return end;
-  const size_t unit = format == StateFormat::kInt8 ? kStateBlock : 1;
-  return begin + (static_cast<size_t>(same_keys) + unit - 1) / unit * unit;
 }
 
 // The one place where hyper-parameters lose their double precision; offload/optim/coefficients.py repeats it
@@ -121,12 +72,7 @@ void adam_update(const KernelTable& kernels, AdamFormats formats, const AdamPlan
   for (size_t i = 0; i < segments.size(); ++i) {
     const AdamSegment& s = segments[i];
     coefficients.push_back(make_coefficients(s, options, formats.state));
-    for (size_t begin = s.begin; begin < s.end;) {
-      const uint64_t element = s.element + (begin - s.begin);
-      const size_t end = std::min(work_end(begin, element, formats.state), s.end);
-      work.push_back({begin, end, i, make_noise_keys(options.seed, s.step, element, begin)});
-      begin = end;
-    }
+    append_work(work, i, s, options.seed, formats.state == StateFormat::kInt8 ? kStateBlock : 1);
   }
   const KernelTable::Adam adam =
       kernels.adam[static_cast<size_t>(formats.state)][static_cast<size_t>(formats.others)];

@@ -6,27 +6,23 @@
 #include <span>
 
 #include "optim/kernel_table.h"
+#include "optim/spans.h"
 
 namespace offload::optim {
 
-// Elements [begin, end) of a chunk, which share their hyper-parameters. `step` counts from 1. The bias
-// correction is computed from `step` alone: no state is carried from call to call, so any order of calls is
-// right.
-struct AdamSegment {
-  size_t begin;
-  size_t end;
-  int64_t step;
+// The bias correction is computed from `step` alone: no state is carried from call to call, so any order of
+// calls is right.
+struct AdamSegment : Span {
   double lr;
   double beta1;
   double beta2;
   double eps;
   double weight_decay;
-  uint64_t element = 0;  // number of element `begin` within the whole model: what its noise depends on
 };
 
 struct AdamFormats {
   StateFormat state;
-  AdamFormat others;
+  PlaneFormat others;
 };
 
 struct AdamOptions {

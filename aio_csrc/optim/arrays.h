@@ -12,6 +12,9 @@ namespace offload::optim {
 inline double block_square_sum(const KernelTable& kernels, const Bf16* values, size_t count) {
   return kernels.square_sum_bf16(values, count);
 }
+inline double block_square_sum(const KernelTable& kernels, const Fp16* values, size_t count) {
+  return kernels.square_sum_fp16(values, count);
+}
 inline double block_square_sum(const KernelTable& kernels, const float* values, size_t count) {
   return kernels.square_sum_fp32(values, count);
 }

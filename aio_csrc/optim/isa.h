@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "optim/kernel_table.h"
+#include "optim/rule_table.h"
 
 namespace offload::optim {
 
@@ -16,5 +17,6 @@ std::vector<std::string> supported_isas();
 // The kernels of one instruction set. Throws std::invalid_argument for a name that is unknown or not
 // supported here.
 const KernelTable& kernels_for(std::string_view isa);
+const RuleTable& rules_for(std::string_view isa);
 
 }  // namespace offload::optim

@@ -11,6 +11,11 @@ struct Bf16 {
   uint16_t bits;
 };
 
+// IEEE half.
+struct Fp16 {
+  uint16_t bits;
+};
+
 // Note [Master in two planes]
 // With bf16 weights the fp32 master is the integer sum (weight << 16) + residual of its bit patterns:
 // `weight` is the master rounded half up to bf16, and therefore also the copy that the model computes with,
@@ -51,12 +56,18 @@ struct AdamPlanes {
   void* weight;    // Bf16 or float, by format
   void* residual;  // only beside Bf16 weights: int8_t with kInt8, else int16_t
   MomentPlanes moments;
-  const void* grad;  // Bf16 or float, by format
+  const void* grad;  // Bf16, Fp16 or float, by format
 };
 
-// Order of KernelTable::adam.
-enum class AdamFormat : uint8_t { kBf16WeightBf16Grad, kBf16WeightFp32Grad, kFp32WeightFp32Grad };
-inline constexpr size_t kAdamFormatCount = 3;
+// Order of the columns of the tables.
+enum class PlaneFormat : uint8_t {
+  kBf16WeightBf16Grad,
+  kBf16WeightFp16Grad,
+  kBf16WeightFp32Grad,
+  kFp32WeightFp16Grad,
+  kFp32WeightFp32Grad
+};
+inline constexpr size_t kPlaneFormatCount = 5;
 
 // What one run of elements needs to hash its own numbers into noise. `first` is the lower half of the number,
 // in the whole model, of the element at index 0 of the planes.
@@ -85,7 +96,7 @@ struct KernelTable {
   // With kInt8, `begin` lies on a block; if `end` does not, the rest of its block is not touched.
   using Adam = void (*)(const AdamCoefficients&, const NoiseKeys&, const AdamPlanes&, size_t begin,
                         size_t end);
-  Adam adam[kStateFormatCount][kAdamFormatCount];
+  Adam adam[kStateFormatCount][kPlaneFormatCount];
   // Fp32 moments to `planes`, rounded to nearest, and back. kFp32 has none.
   void (*encode_moments[kStateFormatCount])(const float* exp_avg, const float* exp_avg_sq,
                                             const MomentPlanes& planes, size_t begin, size_t end);
@@ -93,6 +104,7 @@ struct KernelTable {
                                             size_t begin, size_t end);
   // Sum of squares of at most kSquareBlock elements. Never overflows: a finite result means finite elements.
   double (*square_sum_bf16)(const Bf16* values, size_t count);
+  double (*square_sum_fp16)(const Fp16* values, size_t count);
   double (*square_sum_fp32)(const float* values, size_t count);
   MasterKernels<int16_t> master16;
   MasterKernels<int8_t> master8;
@@ -102,6 +114,8 @@ extern const KernelTable kScalarKernels;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
+#elif defined(__aarch64__)
+extern const KernelTable kNeonKernels;
 #endif
 
 }  // namespace offload::optim

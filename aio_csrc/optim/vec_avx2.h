@@ -38,6 +38,8 @@ struct InOrder {
     lo = _mm256_loadu_ps(p);
     hi = _mm256_loadu_ps(p + 8);
   }
+  // From elements 0 to 7 and 8 to 15.
+  static void arrange(__m256&, __m256&) {}
   static void store(float* p, __m256 lo, __m256 hi) {
     _mm256_storeu_ps(p, lo);
     _mm256_storeu_ps(p + 8, hi);
@@ -70,6 +72,12 @@ struct InPairs {
         _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(p + 8), 1);
     const __m256 second =
         _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + 4)), _mm_loadu_ps(p + 12), 1);
+    lo = _mm256_shuffle_ps(first, second, 0x88);
+    hi = _mm256_shuffle_ps(first, second, 0xDD);
+  }
+  static void arrange(__m256& lo, __m256& hi) {
+    const __m256 first = _mm256_permute2f128_ps(lo, hi, 0x20);
+    const __m256 second = _mm256_permute2f128_ps(lo, hi, 0x31);
     lo = _mm256_shuffle_ps(first, second, 0x88);
     hi = _mm256_shuffle_ps(first, second, 0xDD);
   }
@@ -169,6 +177,13 @@ struct VecAvx2 {
     return vec;
   }
   static VecAvx2 load(const Bf16* p) { return from_bits(Bits::from_high(Words::load(p))); }
+  static VecAvx2 load(const Fp16* p) {
+    const __m256i halves = Words::load(p).x;
+    VecAvx2 vec{_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+                _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+    Order::arrange(vec.lo, vec.hi);
+    return vec;
+  }
   void store(float* p) const { Order::store(p, lo, hi); }
   static VecAvx2 load_scratch(const float* p) { return {_mm256_load_ps(p), _mm256_load_ps(p + 8)}; }
   void store_scratch(float* p) const {

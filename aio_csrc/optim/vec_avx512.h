@@ -59,6 +59,7 @@ struct VecAvx512 {
   static VecAvx512 set(float value) { return {_mm512_set1_ps(value)}; }
   static VecAvx512 load(const float* p) { return {_mm512_loadu_ps(p)}; }
   static VecAvx512 load(const Bf16* p) { return from_bits(Bits::from_high(Words::load(p))); }
+  static VecAvx512 load(const Fp16* p) { return {_mm512_cvtph_ps(Words::load(p).x)}; }
   void store(float* p) const { _mm512_storeu_ps(p, x); }
   static VecAvx512 load_scratch(const float* p) { return {_mm512_load_ps(p)}; }
   void store_scratch(float* p) const { _mm512_store_ps(p, x); }

@@ -98,6 +98,16 @@ struct VecScalar {
   static VecScalar set(float value) { return {value}; }
   static VecScalar load(const float* p) { return {*p}; }
   static VecScalar load(const Bf16* p) { return from_bits(Bits::from_high(Words::load(p))); }
+  // Exact. The product moves the exponent to its bias in fp32, of denormals too; above it are infinity and
+  // NaN.
+  static VecScalar load(const Fp16* p) {
+    const uint32_t magnitude = p->bits & 0x7FFF;
+    const float finite = __builtin_bit_cast(float, magnitude << 13) * 0x1p112F;
+    const uint32_t quiet = magnitude > 0x7C00 ? 0x00400000 : 0;
+    const uint32_t bits =
+        magnitude < 0x7C00 ? __builtin_bit_cast(uint32_t, finite) : 0x7F800000 | magnitude << 13 | quiet;
+    return from_bits({bits | static_cast<uint32_t>(p->bits & 0x8000) << 16});
+  }
   void store(float* p) const { *p = x; }
   static VecScalar load_scratch(const float* p) { return {*p}; }
   void store_scratch(float* p) const { *p = x; }

@@ -40,6 +40,14 @@ ModelOption = Annotated[
         show_default=False,
     ),
 ]
+HeldArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="A swap directory of a run (offload-*), a checkpoint, or a directory that holds some of them.",
+        show_default=False,
+    ),
+]
 StepsOption = Annotated[int, typer.Option(min=1, metavar="N", help="Optimizer steps.")]
 SeqOption = Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of one sequence.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="Only plain lines.")]
@@ -274,6 +282,96 @@ def doctor(
         run(paths or [], as_json=as_json)
 
 
+@app.command()
+def inspect(
+    directory: HeldArgument,
+    params: Annotated[bool, typer.Option("--params", help="List every parameter.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything that is known as JSON, and nothing else.")
+    ] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Show what a swap store or a checkpoint holds: which model, from when, how much, and where.
+
+    Reads what it says of itself, takes no lock and changes nothing: it may be used beside the run. `verify` reads the
+    data too. Exit status 1 where a part of what is there cannot be read.
+    """
+    with Failures(traceback):
+        from .inspect import Request, run
+
+        run(Request(path=directory, params=params, json=as_json))
+
+
+@app.command()
+def verify(
+    directory: HeldArgument,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")
+    ] = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Read everything that a swap store or a checkpoint names, and hold it against its checksums.
+
+    Changes nothing, and may be used beside the run. Exit status 1 where something is damaged: each piece is named
+    with its parameters, file and offset.
+    """
+    with Failures(traceback):
+        from .verify import Request, run
+
+        run(Request(path=directory, json=as_json, quiet=quiet))
+
+
+@app.command()
+def export(
+    directory: HeldArgument,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A new directory for the model.", show_default=False)
+    ],
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="fp32 (the exact weights that were trained), bf16 or fp16. Default: the type they are computed in.",
+            show_default=False,
+        ),
+    ] = None,
+    only_trained: Annotated[
+        bool,
+        typer.Option("--only-trained", "--exclude-frozen", help="Leave out frozen weights: adapters alone."),
+    ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="The model that it was trained from: its config.json and tokenizer are copied. Default: what the"
+            " checkpoint knows.",
+            show_default=False,
+        ),
+    ] = None,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Write the weights of a checkpoint, or of a run that has ended, as safetensors that transformers opens.
+
+    Needs neither the model's class nor the configuration of the run, and memory for one tensor. OUT appears when it is
+    complete.
+    """
+    with Failures(traceback):
+        from .export import Request, run
+
+        run(
+            Request(
+                path=directory,
+                out=out,
+                dtype=dtype,
+                only_trained=only_trained,
+                model=model,
+                quiet=quiet,
+            )
+        )
+
+
 bench = typer.Typer(help="Measure a part of the engine on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
@@ -301,3 +399,45 @@ def bench_io(
         from .bench import Request, run
 
         run(Request(path=path, rounds=rounds, max_write=max_write, json=as_json, quiet=quiet))
+
+
+@bench.command("adam")
+def bench_adam(
+    millions: Annotated[float, typer.Option(min=0.001, metavar="N", help="Parameters, in millions.")] = 100,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each, in turns.")] = 9,
+    threads: Annotated[
+        list[int] | None,
+        typer.Option(metavar="N", help="Threads; may be repeated. 1 and all by default.", show_default=False),
+    ] = None,
+    isa: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Instruction set; may be repeated. All vector sets of this machine by default.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")
+    ] = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Measure the CPU optimizer kernel in every format, beside torch's fused AdamW and DeepSpeedCPUAdam.
+
+    The latter where deepspeed is installed. All take turns, and the bytes that they move are set beside the rate of a
+    copy.
+    """
+    with Failures(traceback):
+        from .bench_adam import Request, run
+
+        run(
+            Request(
+                millions=millions,
+                rounds=rounds,
+                threads=threads or [],
+                isas=isa or [],
+                json=as_json,
+                quiet=quiet,
+            )
+        )

@@ -20,7 +20,7 @@ from .reader import OneOf, block_keys, flatten, read_block, specs, write_block
 from .report import Report, UnfitError, join, show
 from .resolve import BatchSizes
 from .schema import Aio, Durability, Memory, ZeroOptimization
-from .training import SCHEDULERS, Bf16, DataTypes, Fp16, Optimizer, Precision, Scheduler
+from .training import OPTIMIZERS, SCHEDULERS, Bf16, DataTypes, Fp16, Optimizer, Precision, Scheduler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class OffloadConfig:
     gradient_clipping: Annotated[float | None, Real()] = None
     """Upper bound on the global norm of the gradients; absent, null and 0 mean that nothing is clipped. As
     DeepSpeed, whose recent versions clip at 1.0 when it is absent: write 1.0 for that."""
-    optimizer: Optimizer | None = None
+    optimizer: Annotated[Optimizer | None, OneOf(Optimizer, OPTIMIZERS)] = None
     """Absent when the program brings its own. As DeepSpeed."""
     scheduler: Annotated[Scheduler | None, OneOf(Scheduler, SCHEDULERS)] = None
     """Absent when the program brings its own, or the learning rate is constant. As DeepSpeed."""
@@ -155,8 +155,9 @@ def _describe(path: str, value: object) -> str:
 def _places() -> dict[str, tuple[str, ...]]:
     """Path of every block -> all keys that are known there."""
     places = dict(block_keys(OffloadConfig))
-    places["scheduler"] = ("type", "params")
-    places["scheduler.params"] = tuple(spec.name for cls in SCHEDULERS for spec in specs(cls))
+    for path, options in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
+        places[path] = ("type", "params")
+        places[f"{path}.params"] = tuple(spec.name for cls in options for spec in specs(cls))
     for path in NO_EFFECT:
         places[path] = (*places[path], *foreign_keys(path))
     return places

@@ -57,7 +57,7 @@ MISPLACED: Final = {
     "mixed_precision": 'is a setting of Accelerate; write "bf16": {"enabled": true} or the same with fp16',
 }
 
-_ADAM_NAMES: Final = {
+_OPTIMIZER_NAMES: Final = {
     "adam": "Adam",
     "adamw": "AdamW",
     "cpuadam": "Adam",
@@ -65,6 +65,14 @@ _ADAM_NAMES: Final = {
     "deepspeedcpuadam": "Adam",
     "torch.optim.adam": "Adam",
     "torch.optim.adamw": "AdamW",
+    "lion": "Lion",
+    "fusedlion": "Lion",
+    "deepspeedcpulion": "Lion",
+    "adagrad": "Adagrad",
+    "deepspeedcpuadagrad": "Adagrad",
+    "torch.optim.adagrad": "Adagrad",
+    "sgd": "SGD",
+    "torch.optim.sgd": "SGD",
 }
 
 
@@ -223,10 +231,11 @@ def _name_optimizer(tree: _Tree, report: Report) -> None:
     if optimizer is None or not isinstance(optimizer.get("type"), str):
         return
     written = optimizer["type"]
-    name = _ADAM_NAMES.get(written.strip().lower().replace("_", ""))
+    name = _OPTIMIZER_NAMES.get(written.strip().lower().replace("_", ""))
     if name is None:
         if "$" not in written:
-            report.problem("optimizer.type", f"{show(written)} is not available; write Adam or AdamW")
+            known = ", ".join(dict.fromkeys(_OPTIMIZER_NAMES.values()))
+            report.problem("optimizer.type", f"{show(written)} is not available; write one of {known}")
             optimizer["type"] = "AdamW"
         return
     params = block_at(optimizer, "params") or {}

@@ -166,11 +166,21 @@ def _check_update(config: OffloadConfig, report: Report) -> None:
 
 
 def _check_format(config: OffloadConfig, report: Report) -> None:
-    if config.zero_optimization.offload_optimizer.state_format == "int8" and precision(config) == "fp32":
+    kept_as = config.zero_optimization.offload_optimizer.state_format
+    optimizer = config.optimizer
+    if kept_as == "int8" and precision(config) == "fp32":
         report.problem(
             _FORMAT,
             '"int8" keeps the fp32 master as a bf16 weight and 8 bits, and the weights of this run are fp32; write '
             '"bf16", or set bf16.enabled = true',
+        )
+    elif kept_as == "int8" and optimizer is not None and optimizer.rule != "adam":
+        report.problem(
+            _FORMAT, f'"int8" is for Adam and AdamW, and the optimizer is {optimizer.type}; write "bf16"'
+        )
+    elif kept_as != "fp32" and optimizer is not None and optimizer.rule == "sgd":
+        report.note(
+            _FORMAT, "has an effect only where a parameter group has momentum: there is no moment to store"
         )
 
 

@@ -34,10 +34,7 @@ def _block(cls: type[Any], path: str) -> dict[str, Any]:
         name: text for base in reversed(cls.__mro__[:-1]) for name, text in _field_docstrings(base).items()
     }
     properties = {spec.name: _setting(spec, join(path, spec.name), texts[spec.name]) for spec in specs(cls)}
-    for key, reason in NO_EFFECT.get(path, {}).items():
-        properties[key] = {"description": f"No effect here: {reason}."}
-    for key, (_, reason) in REFUSED.get(path, {}).items():
-        properties[key] = {"description": f"Not supported while it is on: {reason}."}
+    properties |= _foreign(path)
     if path == "":
         properties["$schema"] = {"type": "string", "description": "Where an editor finds this schema."}
     required = [spec.name for spec in specs(cls) if spec.is_required]
@@ -49,11 +46,23 @@ def _block(cls: type[Any], path: str) -> dict[str, Any]:
     }
 
 
+def _foreign(path: str) -> dict[str, Any]:
+    """The settings of a block that are known and not read."""
+    idle = {key: f"No effect here: {reason}." for key, reason in NO_EFFECT.get(path, {}).items()}
+    refused = {
+        key: f"Not supported while it is on: {reason}." for key, (_, reason) in REFUSED.get(path, {}).items()
+    }
+    return {key: {"description": text} for key, text in (idle | refused).items()}
+
+
 def _setting(spec: Spec, path: str, text: str) -> dict[str, Any]:
     if isinstance(spec.kind, BlockOf):
         return {"description": text, **_block(spec.kind.cls, path)}
     if isinstance(spec.kind, OneOf):
-        return {"description": text, "oneOf": [_option(name, cls) for name, cls in spec.kind.options.items()]}
+        return {
+            "description": text,
+            "oneOf": [_option(path, name, cls) for name, cls in spec.kind.options.items()],
+        }
     described: dict[str, Any] = {"description": text}
     if spec.default is not None and spec.default != ():
         described["default"] = spec.kind.write(spec.default)
@@ -63,11 +72,11 @@ def _setting(spec: Spec, path: str, text: str) -> dict[str, Any]:
     return {**described, "anyOf": [accepted, {"enum": [AUTO, None]}]}
 
 
-def _option(name: str, cls: type[Any]) -> dict[str, Any]:
+def _option(path: str, name: str, cls: type[Any]) -> dict[str, Any]:
     return {
         "type": "object",
         "description": inspect.getdoc(cls),
-        "properties": {"type": {"const": name}, "params": _block(cls, f"scheduler.params ({name})")},
+        "properties": {"type": {"const": name}, "params": _block(cls, f"{path}.params"), **_foreign(path)},
         "required": ["type"],
         "additionalProperties": False,
     }

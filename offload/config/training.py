@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from .kinds import Choice, Pair, Real, Switch, Whole
 
 Precision = Literal["bf16", "fp16", "fp32"]
+Rule = Literal["adam", "lion", "adagrad", "momentum", "sgd"]
+"""The mathematics of an update. "momentum" is SGD with a moment, "sgd" is SGD without."""
 _DTYPE_ALIASES: Final = {"bfp16": "bf16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -51,51 +53,123 @@ class DataTypes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdamParams:
-    """``optimizer.params``. What is absent is None here and has its default in :meth:`Optimizer.settings`."""
+class _Params:
+    """``optimizer.params``. What is absent is None here and has its default in :meth:`defaults`."""
 
     lr: Annotated[float | None, Real()] = None
-    """Learning rate; 0.001 when absent. A schedule sets it at every step. As DeepSpeed."""
+    """Learning rate; absent: 0.01 for Adagrad, else 0.001. A schedule sets it at every step. As DeepSpeed."""
+    weight_decay: Annotated[float | None, Real()] = None
+    """Weight decay; 0 when absent, as in DeepSpeed's optimizers (torch's AdamW has 0.01). AdamW and Lion shrink the
+    weight by it, the others add it to the gradient."""
+
+    def _with(self, **numbers: Any) -> dict[str, Any]:
+        """A group's numbers: those that were written, and ``numbers`` for the others."""
+        return {
+            key: other if getattr(self, key) is None else getattr(self, key) for key, other in numbers.items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adam(_Params):
+    """Adam, whose decay is added to the gradient (L2)."""
+
+    rule: ClassVar[Rule] = "adam"
+    """As the engine knows it."""
     betas: Annotated[tuple[float, float] | None, Pair()] = None
     """Decay of the two moments; [0.9, 0.999] when absent. As DeepSpeed."""
     eps: Annotated[float | None, Real()] = None
     """Added to the denominator; 1e-8 when absent. As DeepSpeed."""
-    weight_decay: Annotated[float | None, Real()] = None
-    """Weight decay; 0 when absent, as in DeepSpeed's optimizers (torch's AdamW has 0.01)."""
     adam_w_mode: bool = True
     """Decoupled weight decay (AdamW). With type "Adam", false selects the L2 form of Adam. As DeepSpeed."""
 
+    def defaults(self) -> dict[str, Any]:
+        return self._with(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdamSettings:
-    """Adam's numbers with every default filled in."""
+class AdamW(Adam):
+    """Adam with decoupled weight decay."""
 
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    adamw_mode: bool
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lion(_Params):
+    """Lion: one moment, and steps of one size; the decay is decoupled."""
+
+    rule: ClassVar[Rule] = "lion"
+    """As the engine knows it."""
+    betas: Annotated[tuple[float, float] | None, Pair()] = None
+    """Weight of the moment in the update, and its decay; [0.9, 0.999] when absent, as DeepSpeed (the paper has
+    [0.9, 0.99])."""
+
+    def defaults(self) -> dict[str, Any]:
+        return self._with(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adagrad(_Params):
+    """Adagrad: steps shrink with the sum of the squares of the gradients."""
+
+    rule: ClassVar[Rule] = "adagrad"
+    """As the engine knows it."""
+    lr_decay: Annotated[float | None, Real()] = None
+    """The rate of a step is lr / (1 + (step - 1) * lr_decay); 0 when absent. As torch."""
+    eps: Annotated[float | None, Real()] = None
+    """Added to the denominator; 1e-10 when absent. As DeepSpeed."""
+    initial_accumulator_value: Annotated[float | None, Real()] = None
+    """The sum before the first step; 0 when absent. As torch."""
+
+    def defaults(self) -> dict[str, Any]:
+        return self._with(lr=1e-2, lr_decay=0.0, eps=1e-10, weight_decay=0.0, initial_accumulator_value=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SGD(_Params):
+    """Stochastic gradient descent, with or without momentum. Without, there is no state but the master."""
+
+    momentum: Annotated[float | None, Real()] = None
+    """Part of the moment that stays in a step; 0 when absent. As torch."""
+    dampening: Annotated[float | None, Real(minimum=None)] = None
+    """Part of the gradient that is kept out of the moment; 0 when absent. As torch."""
+    nesterov: bool = False
+    """Step along the moment of the step after. As torch."""
+
+    @property
+    def rule(self) -> Rule:
+        return "momentum" if self.momentum else "sgd"
+
+    def defaults(self) -> dict[str, Any]:
+        return self._with(lr=1e-3, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=0.0)
+
+
+OptimizerParams = Adam | AdamW | Lion | Adagrad | SGD
+OPTIMIZERS: Final[tuple[type[OptimizerParams], ...]] = (Adam, AdamW, Lion, Adagrad, SGD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
     """``optimizer``: absent when the program brings its own."""
 
-    type: Literal["Adam", "AdamW"]
-    """Which rule is applied: "AdamW", or "Adam" for the L2 form. A file's "Adam" means AdamW unless
-    ``params.adam_w_mode`` is false; DeepSpeed's class names are read as well. As DeepSpeed."""
-    params: AdamParams = field(default_factory=AdamParams)
-    """The numbers of the rule."""
+    params: OptimizerParams = field(default_factory=AdamW)
+    """The numbers of the rule; the class says which rule is applied."""
 
-    def settings(self) -> AdamSettings:
-        params = self.params
-        return AdamSettings(
-            lr=1e-3 if params.lr is None else params.lr,
-            betas=(0.9, 0.999) if params.betas is None else params.betas,
-            eps=1e-8 if params.eps is None else params.eps,
-            weight_decay=0.0 if params.weight_decay is None else params.weight_decay,
-            adamw_mode=self.type == "AdamW",
-        )
+    @property
+    def type(self) -> str:
+        """The rule's name in DeepSpeed: "Adam" is the L2 form here, whatever the file called it."""
+        return type(self.params).__name__
+
+    @property
+    def rule(self) -> Rule:
+        """The rule as the engine knows it."""
+        return self.params.rule
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether Adam's decay is that of AdamW."""
+        return isinstance(self.params, AdamW)
+
+    def defaults(self) -> dict[str, Any]:
+        """The numbers of a parameter group that has none of its own, by torch's names."""
+        return self.params.defaults()
 
 
 _WarmupType = Literal["log", "linear"]
@@ -174,7 +248,7 @@ class OneCycle:
     decay_step_size: Annotated[int, Whole()] = 0
     """Steps between two decays; 0: no decay. As DeepSpeed."""
     cycle_momentum: bool = True
-    """Cycle the momentum (Adam's first beta) against the learning rate. As DeepSpeed."""
+    """Cycle the momentum (the first beta of Adam and Lion) against the learning rate. As DeepSpeed."""
     cycle_min_mom: Annotated[float, Real(below=1.0)] = 0.8
     """Lowest momentum. As DeepSpeed."""
     cycle_max_mom: Annotated[float, Real(below=1.0)] = 0.9

@@ -1,9 +1,9 @@
 """What a script brings along: its optimizer and its scheduler, taken over without changing what they mean.
 
 Note [Client optimizers]
-Accepted are ``torch.optim.AdamW``, ``torch.optim.Adam`` and ``offload.CPUAdam`` before their first step, and
-whatever is called with the parameters and returns one of them (the class itself, a ``functools.partial``, a
-function). Their groups count with lr, betas, eps and weight decay; the class says how weight decay is applied.
+Accepted are ``torch.optim.AdamW``, ``Adam``, ``Adagrad``, ``SGD`` and ``offload.CPUAdam`` before their first step,
+and whatever is called with the parameters and returns one of them (the class itself, a ``functools.partial``, a
+function). Their groups count with all their numbers; the class says how weight decay is applied.
 Switches that only choose among torch's implementations (foreach, fused, capturable) mean nothing here, which is
 logged. All that would change the mathematics is refused. The object itself is out of work afterwards: its
 ``step()`` raises.
@@ -19,12 +19,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..config.training import AdamParams
+from ..config import training
 from ..config.training import Optimizer as OptimizerConfig
 from ..errors import ConfigError, OffloadError
 from ..ops.adam import DeepSpeedCPUAdam
@@ -32,9 +32,18 @@ from ..optim.cpu_adam import CPUAdam
 
 logger = logging.getLogger("offload")
 
+_BLOCKS: Final[dict[type[torch.optim.Optimizer], type[training.OptimizerParams]]] = {
+    torch.optim.Adam: training.Adam,
+    torch.optim.AdamW: training.AdamW,
+    CPUAdam: training.Adam,
+    DeepSpeedCPUAdam: training.Adam,
+    torch.optim.Adagrad: training.Adagrad,
+    torch.optim.SGD: training.SGD,
+}
+"""What the configuration calls a class; of the Adams the groups say which."""
 _ACCEPTED = (
-    "accepted are torch.optim.AdamW, torch.optim.Adam, offload.CPUAdam, a callable that makes one of them from the"
-    " parameters, and None with an optimizer block in the configuration"
+    "accepted are torch.optim.AdamW, Adam, Adagrad and SGD, offload.CPUAdam, a callable that makes one of them from"
+    " the parameters, and None with an optimizer block in the configuration"
 )
 _REFUSED_SWITCHES = ("amsgrad", "maximize", "differentiable")
 _OTHER_SWITCHES = ("foreach", "fused", "capturable", "decoupled_weight_decay")
@@ -75,25 +84,20 @@ def read_optimizer(given: Any, params: list[Any]) -> ClientOptimizer:
     source = given
     if not isinstance(given, torch.optim.Optimizer) and callable(given):
         source = given(params)
-    if type(source) not in (torch.optim.Adam, torch.optim.AdamW, CPUAdam, DeepSpeedCPUAdam):
+    if type(source) not in _BLOCKS:
         made = f"what the callable made, a {type(source).__name__}," if source is not given else _name(source)
         raise ConfigError(f"optimizer: {made} cannot be taken over; {_ACCEPTED}")
-    if source.state:
+    if any(
+        float(state.get("step", 1)) > 0 for state in source.state.values()
+    ):  # Adagrad has state from the start
         raise ConfigError(
             f"optimizer: this {type(source).__name__} has taken steps already, and its moments would be lost;"
             " hand over a new one"
         )
-    modes = set()
     for index, group in enumerate(source.param_groups):
         for switch in _REFUSED_SWITCHES:
             if group.get(switch):
                 raise ConfigError(f"optimizer: parameter group {index}: {switch} is not built; leave it out")
-        modes.add(group.get("decoupled_weight_decay", type(source) is torch.optim.AdamW))
-    if len(modes) > 1:
-        raise ConfigError(
-            "optimizer: parameter groups with and without decoupled_weight_decay cannot be mixed;"
-            " use AdamW or Adam for all"
-        )
     chosen = [name for name in ("foreach", "fused", "capturable") if source.defaults.get(name)]
     if chosen:
         logger.info(
@@ -106,17 +110,40 @@ def read_optimizer(given: Any, params: list[Any]) -> ClientOptimizer:
     groups = [
         {key: value for key, value in group.items() if key not in switches} for group in source.param_groups
     ]
-    defaults = source.defaults
-    settings = OptimizerConfig(
-        type="AdamW" if modes == {True} else "Adam",
-        params=AdamParams(
-            lr=float(defaults["lr"]),
-            betas=(float(defaults["betas"][0]), float(defaults["betas"][1])),
-            eps=float(defaults["eps"]),
-            weight_decay=float(defaults["weight_decay"]),
-        ),
-    )
-    return ClientOptimizer(source, groups, settings)
+    if isinstance(source, torch.optim.Adagrad):  # torch looks at the constructor's alone
+        for group in groups:
+            group["initial_accumulator_value"] = source.defaults["initial_accumulator_value"]
+    return ClientOptimizer(source, groups, _block_of(source))
+
+
+def _block_of(source: torch.optim.Optimizer) -> OptimizerConfig:
+    """The block of the configuration with an optimizer's defaults."""
+    block = _BLOCKS[type(source)]
+    if block is training.Adam and _is_decoupled(source):
+        block = training.AdamW
+    numbers = {key: _plain(source.defaults[key]) for key in block().defaults()}
+    return OptimizerConfig(params=block(**numbers))
+
+
+def _is_decoupled(source: torch.optim.Optimizer) -> bool:
+    """Whether the decay of an Adam is AdamW's, which all its groups must agree on."""
+    modes = {
+        group.get("decoupled_weight_decay", type(source) is torch.optim.AdamW)
+        for group in source.param_groups
+    }
+    if len(modes) > 1:
+        raise ConfigError(
+            "optimizer: parameter groups with and without decoupled_weight_decay cannot be mixed;"
+            " use AdamW or Adam for all"
+        )
+    return modes == {True}
+
+
+def _plain(number: Any) -> Any:
+    """A number without the tensor that torch allows around it."""
+    if isinstance(number, (tuple, list)):
+        return tuple(float(each) for each in number)
+    return number if isinstance(number, bool) else float(number)
 
 
 def is_scheduler(given: Any) -> bool:

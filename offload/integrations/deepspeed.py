@@ -35,12 +35,13 @@ from torch.utils.data import DataLoader
 
 from ..api import ConfigLike, prepare
 from ..config import BatchSizes, OffloadConfig
-from ..errors import ConfigError, NoCheckpointError, OffloadError
+from ..errors import ConfigError, OffloadError
 from ..ledger import Ledger
 from ..optimizer import OffloadOptimizer
 from ..placement import refuse_unbuilt
 from ..plan import MemoryPlan
 from ..resuming import Where
+from ..saving import Elsewhere
 from . import saving
 from .client import ClientOptimizer, bind_scheduler, check_scheduler, read_optimizer
 from .counts import EngineCounts
@@ -421,22 +422,43 @@ class TrainingEngine:
         save_dir: str | Path | None = None,
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        keep_last: int | None = None,
     ) -> bool:
         """As ``OffloadEngine.save_checkpoint``: the schedule and an unfinished window are saved too. True."""
         self._check_open()
-        self._engine.save_checkpoint(save_dir, tag, client_state)
+        how = Elsewhere(exclude_frozen=exclude_frozen_parameters, keep_last=keep_last, latest=save_latest)
+        self._engine.save_checkpoint(save_dir, tag, client_state, elsewhere=how)
         return True
 
     def load_checkpoint(
-        self, load_dir: str | Path | None = None, tag: str | None = None
+        self,
+        load_dir: str | Path | None = None,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """As ``OffloadEngine.load_checkpoint``; where there is nothing to load, None and no client state."""
+        """As ``OffloadEngine.load_checkpoint``; where there is nothing to load, None and no client state.
+
+        Args:
+            load_optimizer_states: False takes nothing but weights, as ``load_module_only``.
+            load_lr_scheduler_states: False only where nothing but weights is taken.
+        """
         self._check_open()
-        try:
-            return self._engine.load_checkpoint(load_dir, tag)
-        except NoCheckpointError as error:
-            logger.warning("nothing was loaded: %s", error)
-            return None, {}
+        return saving.load_checkpoint(
+            self._engine,
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            weights_only=load_module_only or not load_optimizer_states,
+            schedule=load_lr_scheduler_states,
+            custom_load_fn=custom_load_fn,
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_BUILT:

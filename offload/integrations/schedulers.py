@@ -15,7 +15,8 @@ Step 1 trains at
 That is kept, so that a configuration trains here as it does there. Five things are not as in DeepSpeed:
 
 - A maximum that is not given is the optimizer's own learning rate, of each group its own, with every warm-up.
-- The momentum cycle sets the first beta only; DeepSpeed also replaces the second one by 0.99.
+- The momentum cycle sets the first beta only; DeepSpeed also replaces the second one by 0.99. As there, it is for
+  optimizers that have betas: of SGD the learning rate alone is cycled.
 - ``last_batch_iteration`` starts at that count at once; in DeepSpeed the first step still trains at the
   optimizer's learning rate.
 - A ``decay_mom_rate`` whose momentum reaches 1 is refused: what follows it is not Adam.
@@ -193,7 +194,8 @@ class OneCycle(ConfiguredSchedule):
         if self.params.cycle_momentum:
             momentum = self.get_momentum()
             for group in self.optimizer.param_groups:
-                group["betas"] = (momentum, group["betas"][1])
+                if "betas" in group:
+                    group["betas"] = (momentum, group["betas"][1])
 
     def get_lr(self) -> list[float | torch.Tensor]:
         low, high = self.params.cycle_min_lr, self.params.cycle_max_lr

@@ -9,14 +9,15 @@ from typing import Any, Final
 import torch
 
 from ..errors import CheckpointError, ConfigError
-from . import kernels
-from .adam import Adam, PlaneSpec, StateFormat, WeightFormat
-from .kernels import Segment
+from ..placement import StateFormat, WeightFormat
+from .adam import Adam
+from .moments import ADAM_MOMENTS, decoded, encode
+from .segments import Span
+from .shard import PlaneSpec
 
 __all__ = ["CPUAdam"]
 
 _WEIGHT_FORMATS: Final[dict[torch.dtype, WeightFormat]] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
 class CPUAdam(torch.optim.Optimizer):
@@ -117,21 +118,10 @@ class CPUAdam(torch.optim.Optimizer):
             for spec in self._specs(param):
                 state[spec.name] = _empty(param, spec).zero_()
         state["step"] += 1
-        beta1, beta2 = group["betas"]
-        segment = Segment(
-            begin=0,
-            end=param.numel(),
-            step=int(state["step"]),
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            element=element,
-        )
         flat = param.detach().contiguous().view(-1)
         planes = {name: plane.view(-1) for name, plane in state.items() if name != "step"}
         adam = self._adam_of[param.dtype, group["decoupled_weight_decay"]]
+        segment = adam.segment(Span(0, param.numel(), int(state["step"]), element=element), group)
         adam.update({"weight": flat, **planes}, [segment], grad.contiguous().view(-1))
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))
@@ -159,21 +149,22 @@ class CPUAdam(torch.optim.Optimizer):
     def _converted(self, param: torch.Tensor, saved: Mapping[str, Any], name: str) -> dict[str, torch.Tensor]:
         """Saved state in the format of this optimizer."""
         has_scale = "exp_avg" in saved and saved["exp_avg"].dtype is torch.int8
-        for plane in ("step", *_MOMENTS, *(["scale"] if has_scale else [])):
+        planes = (*ADAM_MOMENTS, *(["scale"] if has_scale else []))
+        for plane in ("step", *planes):
             if plane not in saved:
                 raise CheckpointError(f"{name}: its state has no {plane}")
         if "max_exp_avg_sq" in saved:
             raise CheckpointError(f"{name}: its state is that of amsgrad, which CPUAdam does not have")
-        for plane in _MOMENTS:
+        for plane in ADAM_MOMENTS:
             if saved[plane].shape != param.shape:
                 shapes = f"{tuple(param.shape)} expected, got {tuple(saved[plane].shape)}"
                 raise CheckpointError(f"{name}: {plane} of shape {shapes}")
         fresh = {spec.name: _empty(param, spec) for spec in self._specs(param)}
         if fresh["exp_avg"].dtype is saved["exp_avg"].dtype:
-            for plane in {*_MOMENTS, "scale"} & fresh.keys():
+            for plane in {*ADAM_MOMENTS, "scale"} & fresh.keys():
                 fresh[plane].copy_(saved[plane])
         else:
-            _encode(_decoded(saved), fresh)
+            encode(decoded({name: saved[name].cpu() for name in planes}), fresh)
         if "residual" in fresh:
             _convert_residual(saved.get("residual"), fresh["residual"])
         return {"step": torch.as_tensor(saved["step"], dtype=torch.float32).detach().clone(), **fresh}
@@ -206,27 +197,6 @@ class CPUAdam(torch.optim.Optimizer):
 def _empty(param: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
     """A plane, in the shape of the parameter where it has one value per element."""
     return torch.empty(spec.numel if spec.name == "scale" else param.shape, dtype=spec.dtype)
-
-
-def _decoded(saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Flat fp32 moments of whatever format."""
-    flat = {name: saved[name].detach().cpu().contiguous().view(-1) for name in _MOMENTS}
-    if flat["exp_avg"].is_floating_point():
-        return {name: value.float() for name, value in flat.items()}
-    first, second = (torch.empty(flat[name].numel()) for name in _MOMENTS)
-    kernels.decode_moments(flat["exp_avg"], flat["exp_avg_sq"], saved["scale"], first, second)
-    return {"exp_avg": first, "exp_avg_sq": second}
-
-
-def _encode(values: Mapping[str, torch.Tensor], planes: Mapping[str, torch.Tensor]) -> None:
-    """Writes flat fp32 moments as planes of whatever format."""
-    exp_avg, exp_avg_sq = (planes[name].view(-1) for name in _MOMENTS)
-    if exp_avg.dtype is torch.float32:
-        exp_avg.copy_(values["exp_avg"])
-        exp_avg_sq.copy_(values["exp_avg_sq"])
-    else:
-        first, second = (values[name] for name in _MOMENTS)
-        kernels.encode_moments(first, second, exp_avg, exp_avg_sq, planes.get("scale"))
 
 
 def _convert_residual(saved: torch.Tensor | None, residual: torch.Tensor) -> None:

@@ -1,4 +1,5 @@
-"""The CPU optimizer kernels, in place over flat arrays. The only module that touches the extension ``_adam``.
+"""The CPU optimizer kernels, in place over flat arrays. Only this module and ``rule_kernels`` touch the
+extension ``_adam``.
 
 An array is a one-dimensional, contiguous torch tensor on the CPU, or a numpy array. numpy has no bf16: pass
 the bit patterns as ``uint16``. Results do not depend on the instruction set, on the number of threads, or on
@@ -11,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -22,6 +23,7 @@ import psutil
 import torch
 
 from ..accel import native_watchers
+from .segments import Segment, Span
 
 try:
     from .. import _adam
@@ -65,6 +67,7 @@ THREADS_MAX: Final = 1024
 # What an element type is called in torch and in numpy, and the numpy type that crosses the boundary.
 _TORCH_TYPES: Final = {
     "bf16": torch.bfloat16,
+    "fp16": torch.float16,
     "int16": torch.int16,
     "fp32": torch.float32,
     "int8": torch.int8,
@@ -72,6 +75,7 @@ _TORCH_TYPES: Final = {
 }
 _NUMPY_TYPES: Final = {
     "bf16": np.dtype(np.uint16),
+    "fp16": np.dtype(np.float16),
     "int16": np.dtype(np.int16),
     "fp32": np.dtype(np.float32),
     "int8": np.dtype(np.int8),
@@ -80,25 +84,6 @@ _NUMPY_TYPES: Final = {
 
 _EXP_AVG_SQ_TYPE: Final = {"fp32": "fp32", "bf16": "bf16", "int8": "uint8"}  # beside exp_avg of a type
 _SEEDS: Final = 1 << 64
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Elements ``[begin, end)`` of a chunk and the hyper-parameters they share. ``step`` counts from 1.
-
-    ``element`` is the number of element ``begin`` within the whole model: with the seed and the step it decides how
-    moments are rounded. Elements of one model must not share their numbers.
-    """
-
-    begin: int
-    end: int
-    step: int
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    element: int = 0
 
 
 class SquareSum(NamedTuple):
@@ -155,7 +140,7 @@ def adam(
     isa: str = "auto",
 ) -> None:
     """One Adam step over whole planes. See :func:`adam_segments`; ``step`` counts from 1."""
-    segment = Segment(0, _numel(weight), step, lr, beta1, beta2, eps, weight_decay)
+    segment = Segment(0, numel_of(weight), step, lr, beta1, beta2, eps, weight_decay)
     adam_segments(
         weight,
         residual,
@@ -196,7 +181,7 @@ def adam_segments(
         weight: bf16 with a ``residual`` (together the fp32 master), or fp32 without.
         residual: None with fp32 weights; int8 with int8 moments (a master of 24 bits), else int16 (exact).
         exp_avg, exp_avg_sq: moments, both fp32, both bf16, or int8 and uint8 codes.
-        grad: bf16 or fp32; fp32 with fp32 weights.
+        grad: bf16, fp16 or fp32; not bf16 with fp32 weights.
         segments: ascending, without overlap; each carries its own step and hyper-parameters. With int8 moments they
             begin on multiples of :data:`STATE_BLOCK`, and no two of them in one block.
         scale: of int8 moments: fp32, two for each block of :data:`STATE_BLOCK` elements, exp_avg's first.
@@ -206,35 +191,27 @@ def adam_segments(
         threads: None for :func:`default_threads`.
         isa: "auto" (the environment variable ``OFFLOAD_ISA``, else the best) or one of :func:`isas`.
     """
-    numel = _numel(weight)
+    numel = numel_of(weight)
     moments = _moments(exp_avg, exp_avg_sq, scale, numel)
-    grad_types: tuple[str, ...] = ("bf16", "fp32")
-    if residual is None:
-        if moments.format == "int8":
-            raise ValueError("int8 moments need bf16 weights and their int8 residual; residual is None")
-        weight_view, residual_view, grad_types = _flat("weight", weight, numel, "fp32"), None, ("fp32",)
-    else:
-        weight_view = _flat("weight", weight, numel, "bf16")
-        residual_type = "int8" if moments.format == "int8" else "int16"
-        residual_view = _flat("residual", residual, numel, residual_type)
-    if not 0 <= seed < _SEEDS:
-        raise ValueError(f"seed must be in 0..2^64-1, got {seed}")
-    for index, segment in enumerate(segments):
-        if not 0 <= segment.element < _SEEDS:
-            raise ValueError(f"segment {index}: element must be in 0..2^64-1, got {segment.element}")
+    if residual is None and moments.format == "int8":
+        raise ValueError("int8 moments need bf16 weights and their int8 residual; residual is None")
+    views = master_views(
+        weight, residual, grad, residual_type="int8" if moments.format == "int8" else "int16"
+    )
+    check_noise(seed, segments)
     _adam.adam(
-        weight_view,
-        residual_view,
+        views.weight,
+        views.residual,
         moments.exp_avg,
         moments.exp_avg_sq,
         moments.scale,
-        _flat("grad", grad, numel, *grad_types, written=False),
+        views.grad,
         [astuple(segment) for segment in segments],
         adamw_mode=adamw_mode,
         grad_scale=grad_scale,
         seed=seed,
-        threads=_threads(threads),
-        isa=_isa(isa),
+        threads=threads_of(threads),
+        isa=isa_of(isa),
     )
 
 
@@ -249,17 +226,17 @@ def encode_moments(
     isa: str = "auto",
 ) -> None:
     """Write fp32 moments as bf16 ones, or as int8 codes with their scales, rounded to the nearest."""
-    numel = _numel(exp_avg)
+    numel = numel_of(exp_avg)
     moments = _moments(to_exp_avg, to_exp_avg_sq, to_scale, numel, prefix="to_")
     _refuse_fp32(moments, "to_exp_avg")
     _adam.encode_moments(
-        _flat("exp_avg", exp_avg, numel, "fp32", written=False),
-        _flat("exp_avg_sq", exp_avg_sq, numel, "fp32", written=False),
+        flat_view("exp_avg", exp_avg, numel, "fp32", written=False),
+        flat_view("exp_avg_sq", exp_avg_sq, numel, "fp32", written=False),
         moments.exp_avg,
         moments.exp_avg_sq,
         moments.scale,
-        threads=_threads(threads),
-        isa=_isa(isa),
+        threads=threads_of(threads),
+        isa=isa_of(isa),
     )
 
 
@@ -274,22 +251,22 @@ def decode_moments(
     isa: str = "auto",
 ) -> None:
     """Write the fp32 moments that bf16 ones, or int8 codes and their scales, stand for."""
-    numel = _numel(exp_avg)
+    numel = numel_of(exp_avg)
     moments = _moments(from_exp_avg, from_exp_avg_sq, from_scale, numel, prefix="from_", written=False)
     _refuse_fp32(moments, "from_exp_avg")
     _adam.decode_moments(
         moments.exp_avg,
         moments.exp_avg_sq,
         moments.scale,
-        _flat("exp_avg", exp_avg, numel, "fp32"),
-        _flat("exp_avg_sq", exp_avg_sq, numel, "fp32"),
-        threads=_threads(threads),
-        isa=_isa(isa),
+        flat_view("exp_avg", exp_avg, numel, "fp32"),
+        flat_view("exp_avg_sq", exp_avg_sq, numel, "fp32"),
+        threads=threads_of(threads),
+        isa=isa_of(isa),
     )
 
 
 def sum_of_squares(grad: Array, *, threads: int | None = None, isa: str = "auto") -> SquareSum:
-    """Sum of squares of a bf16 or fp32 array, and whether all its elements are finite.
+    """Sum of squares of a bf16, fp16 or fp32 array, and whether all its elements are finite.
 
     The same bits whatever the threads and the instruction set. For an array in pieces see
     :func:`block_square_sums`.
@@ -301,15 +278,15 @@ def sum_of_squares(grad: Array, *, threads: int | None = None, isa: str = "auto"
 def block_square_sums(
     grad: Array, *, threads: int | None = None, isa: str = "auto"
 ) -> npt.NDArray[np.float64]:
-    """Sums of squares of the :data:`SQUARE_BLOCK`-element blocks of a bf16 or fp32 array, in order.
+    """Sums of squares of the :data:`SQUARE_BLOCK`-element blocks of a bf16, fp16 or fp32 array, in order.
 
     For the norm of an array in pieces, cut at multiples of a block, collect the sums of all pieces and add
     them with ``math.fsum``: it rounds once, at the end, so neither the cuts nor their order show.
     """
-    numel = _numel(grad)
+    numel = numel_of(grad)
     sums = np.empty(-(-numel // SQUARE_BLOCK), np.float64)
-    values = _flat("grad", grad, numel, "bf16", "fp32", written=False)
-    _adam.block_square_sums(values, sums, threads=_threads(threads), isa=_isa(isa))
+    values = flat_view("grad", grad, numel, "bf16", "fp16", "fp32", written=False)
+    _adam.block_square_sums(values, sums, threads=threads_of(threads), isa=isa_of(isa))
     return sums
 
 
@@ -321,13 +298,13 @@ def split_master(
     With an int16 residual exact for every finite value and both infinities; with an int8 one rounded half up to
     24 bits. A NaN becomes the canonical NaN.
     """
-    numel = _numel(master)
+    numel = numel_of(master)
     _adam.split_master(
-        _flat("master", master, numel, "fp32", written=False),
-        _flat("weight", weight, numel, "bf16"),
-        _flat("residual", residual, numel, "int16", "int8"),
-        threads=_threads(threads),
-        isa=_isa(isa),
+        flat_view("master", master, numel, "fp32", written=False),
+        flat_view("weight", weight, numel, "bf16"),
+        flat_view("residual", residual, numel, "int16", "int8"),
+        threads=threads_of(threads),
+        isa=isa_of(isa),
     )
 
 
@@ -335,13 +312,13 @@ def join_master(
     weight: Array, residual: Array, master: Array, *, threads: int | None = None, isa: str = "auto"
 ) -> None:
     """Write the fp32 ``master`` that ``weight`` and ``residual`` stand for."""
-    numel = _numel(weight)
+    numel = numel_of(weight)
     _adam.join_master(
-        _flat("weight", weight, numel, "bf16", written=False),
-        _flat("residual", residual, numel, "int16", "int8", written=False),
-        _flat("master", master, numel, "fp32"),
-        threads=_threads(threads),
-        isa=_isa(isa),
+        flat_view("weight", weight, numel, "bf16", written=False),
+        flat_view("residual", residual, numel, "int16", "int8", written=False),
+        flat_view("master", master, numel, "fp32"),
+        threads=threads_of(threads),
+        isa=isa_of(isa),
     )
 
 
@@ -349,14 +326,44 @@ def assign_weight(
     weight: Array, residual: Array, fresh: Array, *, threads: int | None = None, isa: str = "auto"
 ) -> None:
     """Take over ``fresh`` bf16 weights: an unchanged one keeps its residual, a changed one has none."""
-    numel = _numel(weight)
+    numel = numel_of(weight)
     _adam.assign_weight(
-        _flat("weight", weight, numel, "bf16"),
-        _flat("residual", residual, numel, "int16", "int8"),
-        _flat("fresh", fresh, numel, "bf16", written=False),
-        threads=_threads(threads),
-        isa=_isa(isa),
+        flat_view("weight", weight, numel, "bf16"),
+        flat_view("residual", residual, numel, "int16", "int8"),
+        flat_view("fresh", fresh, numel, "bf16", written=False),
+        threads=threads_of(threads),
+        isa=isa_of(isa),
     )
+
+
+class MasterViews(NamedTuple):
+    """What of an update is not a moment."""
+
+    weight: npt.NDArray[Any]
+    residual: npt.NDArray[Any] | None
+    grad: npt.NDArray[Any]
+
+
+def master_views(weight: Array, residual: Array | None, grad: Array, *, residual_type: str) -> MasterViews:
+    """The views of weight, residual and gradient, of types that go together."""
+    numel = numel_of(weight)
+    if residual is None:
+        weight_view, residual_view = flat_view("weight", weight, numel, "fp32"), None
+        grad_types: tuple[str, ...] = ("fp16", "fp32")
+    else:
+        weight_view = flat_view("weight", weight, numel, "bf16")
+        residual_view = flat_view("residual", residual, numel, residual_type)
+        grad_types = ("bf16", "fp16", "fp32")
+    return MasterViews(weight_view, residual_view, flat_view("grad", grad, numel, *grad_types, written=False))
+
+
+def check_noise(seed: int, segments: Sequence[Span]) -> None:
+    """Raises ValueError where what the noise depends on is out of range."""
+    if not 0 <= seed < _SEEDS:
+        raise ValueError(f"seed must be in 0..2^64-1, got {seed}")
+    for index, segment in enumerate(segments):
+        if not 0 <= segment.element < _SEEDS:
+            raise ValueError(f"segment {index}: element must be in 0..2^64-1, got {segment.element}")
 
 
 class _Moments(NamedTuple):
@@ -376,9 +383,9 @@ def _moments(
     written: bool = True,
 ) -> _Moments:
     """The planes of the moments in one format, that of exp_avg."""
-    first = _flat(f"{prefix}exp_avg", exp_avg, numel, "fp32", "bf16", "int8", written=written)
+    first = flat_view(f"{prefix}exp_avg", exp_avg, numel, "fp32", "bf16", "int8", written=written)
     format_ = {4: "fp32", 2: "bf16", 1: "int8"}[first.itemsize]
-    second = _flat(f"{prefix}exp_avg_sq", exp_avg_sq, numel, _EXP_AVG_SQ_TYPE[format_], written=written)
+    second = flat_view(f"{prefix}exp_avg_sq", exp_avg_sq, numel, _EXP_AVG_SQ_TYPE[format_], written=written)
     if format_ != "int8":
         if scale is not None:
             raise ValueError(f"{prefix}scale belongs to int8 moments; {prefix}exp_avg is {exp_avg.dtype}")
@@ -386,9 +393,11 @@ def _moments(
     if scale is None:
         raise ValueError(f"int8 moments need {prefix}scale: 2 fp32 for each {STATE_BLOCK} elements")
     scales = 2 * -(-numel // STATE_BLOCK)
-    if _numel(scale) != scales:
-        raise ValueError(f"{prefix}scale has {_numel(scale)} elements; {numel} int8 moments have {scales}")
-    return _Moments(format_, first, second, _flat(f"{prefix}scale", scale, scales, "fp32", written=written))
+    if numel_of(scale) != scales:
+        raise ValueError(f"{prefix}scale has {numel_of(scale)} elements; {numel} int8 moments have {scales}")
+    return _Moments(
+        format_, first, second, flat_view(f"{prefix}scale", scale, scales, "fp32", written=written)
+    )
 
 
 def _refuse_fp32(moments: _Moments, name: str) -> None:
@@ -396,14 +405,15 @@ def _refuse_fp32(moments: _Moments, name: str) -> None:
         raise ValueError(f"{name} is fp32; it must be bf16 or int8: fp32 moments are stored as they are")
 
 
-def _numel(array: Array) -> int:
+def numel_of(array: Array) -> int:
+    """Elements of a tensor or a numpy array."""
     return array.numel() if isinstance(array, torch.Tensor) else array.size
 
 
-def _flat(name: str, array: Array, numel: int, *types: str, written: bool = True) -> npt.NDArray[Any]:
+def flat_view(name: str, array: Array, numel: int, *types: str, written: bool = True) -> npt.NDArray[Any]:
     """The numpy view that crosses the boundary, after every check that a caller can fail."""
-    if _numel(array) != numel:
-        raise ValueError(f"{name} has {_numel(array)} elements; the first array of the call has {numel}")
+    if numel_of(array) != numel:
+        raise ValueError(f"{name} has {numel_of(array)} elements; the first array of the call has {numel}")
     if array.ndim != 1:
         raise ValueError(f"{name} must be flat, got shape {tuple(array.shape)}; pass a view of one dimension")
     if isinstance(array, torch.Tensor):
@@ -435,7 +445,8 @@ def _flat_torch(name: str, tensor: torch.Tensor, types: tuple[str, ...]) -> npt.
     return view
 
 
-def _threads(threads: int | None) -> int:
+def threads_of(threads: int | None) -> int:
+    """The number of threads that a call uses."""
     if threads is None:
         return default_threads()
     if not 1 <= threads <= THREADS_MAX:
@@ -443,7 +454,8 @@ def _threads(threads: int | None) -> int:
     return threads
 
 
-def _isa(isa: str) -> str:
+def isa_of(isa: str) -> str:
+    """The instruction set that a call uses."""
     chosen = os.environ.get("OFFLOAD_ISA", "auto") if isa == "auto" else isa
     if chosen != "auto" and chosen not in isas():
         source = "OFFLOAD_ISA" if isa == "auto" else "isa"

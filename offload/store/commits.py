@@ -25,11 +25,12 @@ from pathlib import Path
 from ..bytesize import KiB
 from ..errors import CheckpointError, StoreError, TransferError
 from ..links import Ticket
+from ..untrusted import load_json, read_small_file
 from .directory import MANIFEST_NAMES, MEMBER_NAME
 from .drives import Drive
 from .durable import put_in_place, sync_directory, write_beside
 from .manifest import Manifest
-from .reader import load_json, read_manifest, read_serial, read_small_file
+from .reader import read_manifest, read_serial
 
 logger = logging.getLogger("offload.store")
 

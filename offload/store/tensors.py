@@ -89,6 +89,11 @@ class Tensors(Mapping[str, torch.Tensor]):
         if self._entries.keys() != self._sums.keys():
             raise CheckpointError(f"{path}: its tensors are not those that the commit names")
 
+    @property
+    def specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Type and shape of each, without reading it."""
+        return {name: (entry.spec.dtype, entry.spec.shape) for name, entry in self._entries.items()}
+
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self._entries[name]
         tensor = read_tensor(entry)

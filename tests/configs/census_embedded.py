@@ -140,7 +140,9 @@ EMBEDDED: dict[str, Case] = {
     ),
     "E13": Case(
         {"zero_optimization": {"stage": 2, "offload_optimizer": True}, "optimizer": {"type": "OneBitAdam"}},
-        refused=('optimizer.type: "OneBitAdam" is not available; write Adam or AdamW',),
+        refused=(
+            'optimizer.type: "OneBitAdam" is not available; write one of Adam, AdamW, Lion, Adagrad, SGD',
+        ),
     ),
     "E14": Case(
         {

@@ -11,6 +11,7 @@ from offload.config.kinds import Bytes, Real, Whole
 from offload.config.numbers import WHOLE_MAX
 from offload.config.reader import BlockOf, block_keys, specs
 from offload.config.report import join
+from offload.config.training import AdamW
 from offload.errors import ConfigError
 
 
@@ -23,6 +24,8 @@ def number_settings() -> dict[str, Any]:
         for spec in specs(cls):
             if isinstance(spec.kind, BlockOf):
                 blocks.append((join(path, spec.name), spec.kind.cls))
+            elif spec.name == "optimizer":
+                blocks.append(("optimizer.params", AdamW))
             elif isinstance(spec.kind, (Whole, Real, Bytes)):
                 found[join(path, spec.name)] = spec.kind
     return found

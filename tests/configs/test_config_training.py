@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from offload.config import OffloadConfig
-from offload.config.training import AdamSettings, OneCycle, WarmupDecayLR, WarmupLR
+from offload.config.training import OneCycle, WarmupDecayLR, WarmupLR
 from offload.errors import ConfigError
 
 
@@ -76,34 +77,43 @@ def test_clipping_refused():
         ("DeepSpeedCPUAdam", {}, "AdamW"),
         ("DeepSpeedCPUAdam", {"adamw_mode": False}, "Adam"),
         ("FusedAdam", {"adam_w_mode": False}, "Adam"),
+        ("Lion", {"betas": [0.9, 0.99]}, "Lion"),
+        ("FusedLion", {}, "Lion"),
+        ("DeepSpeedCPULion", {}, "Lion"),
+        ("adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.3}, "Adagrad"),
+        ("DeepSpeedCPUAdagrad", {}, "Adagrad"),
+        ("SGD", {"momentum": 0.9, "nesterov": True}, "SGD"),
+        ("torch.optim.SGD", {}, "SGD"),
     ],
 )
 def test_optimizer_names(written: str, params: dict[str, Any], wanted: str):
     config = read(optimizer={"type": written, "params": params})
     assert config.optimizer is not None and config.optimizer.type == wanted
-    assert config.optimizer.settings().adamw_mode is (wanted == "AdamW")
+    assert config.optimizer.decoupled is (wanted == "AdamW")
     assert OffloadConfig.from_dict(config.to_dict()) == config
     is_renamed = written.lower() != wanted.lower()
     assert any(note.startswith("optimizer.type: ") for note in config.notes) is is_renamed
 
 
 @pytest.mark.parametrize(
-    "written", ["Lamb", "OneBitAdam", "ZeroOneAdam", "Lion", "Muon", "Adagrad", "SGD", "MuAdam"]
+    "written", ["Lamb", "OneBitAdam", "ZeroOneAdam", "Muon", "MuAdam", "MuSGD", "Adafactor"]
 )
 def test_other_optimizers_are_refused_by_name(written: str):
     assert refusal(optimizer={"type": written, "params": {"lr": 1}}) == (
-        f'optimizer.type: "{written}" is not available; write Adam or AdamW'
+        f'optimizer.type: "{written}" is not available; write one of Adam, AdamW, Lion, Adagrad, SGD'
     )
 
 
 def test_optimizer_refused():
-    assert refusal(optimizer={}) == 'optimizer.type: is missing; write "Adam" or "AdamW"'
+    assert refusal(optimizer={}) == (
+        "optimizer.type: is missing; write one of Adam, AdamW, Lion, Adagrad, SGD"
+    )
     assert refusal(optimizer={"type": "auto"}).startswith('optimizer.type: "auto" is not available')
     assert "contradicts" in refusal(optimizer={"type": "AdamW", "params": {"adam_w_mode": False}})
     text = refusal(optimizer={"type": "AdamW", "params": {"betas": [0.9], "lr": -1, "momentum": 0.9}})
     assert text.splitlines() == [
-        "optimizer.params.momentum: is not a setting; remove it, or write one of lr, betas, eps, "
-        "weight_decay, adam_w_mode",
+        "optimizer.params.momentum: is a setting of SGD, not of AdamW; AdamW takes lr, weight_decay, betas, eps, "
+        "adam_w_mode",
         "optimizer.params.lr: -1.0 is below 0; write 0 or more",
         "optimizer.params.betas: [0.9] is not a pair; write [0.9, 0.999]",
     ]
@@ -115,16 +125,73 @@ def test_optimizer_defaults():
     for absent in ({}, auto, None):
         config = read(optimizer={"type": "AdamW", "params": absent})
         assert config.optimizer is not None and config.optimizer.params.lr is None
-        assert config.optimizer.settings() == AdamSettings(
-            lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adamw_mode=True
-        )
+        numbers = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        assert config.optimizer.defaults() == numbers
     given = read(
         optimizer={"type": "AdamW", "params": {"lr": "3e-4", "betas": ["0.8", 0.9], "weight_decay": 0.1}}
     )
     assert given.optimizer is not None
-    assert given.optimizer.settings() == AdamSettings(
-        lr=3e-4, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1, adamw_mode=True
-    )
+    numbers = {"lr": 3e-4, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.1}
+    assert given.optimizer.defaults() == numbers
+
+
+@pytest.mark.parametrize(
+    ("written", "numbers"),
+    [
+        ("Lion", {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
+        (
+            "Adagrad",
+            {
+                "lr": 0.01,
+                "lr_decay": 0.0,
+                "eps": 1e-10,
+                "weight_decay": 0.0,
+                "initial_accumulator_value": 0.0,
+            },
+        ),
+        ("SGD", {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}),
+    ],
+)
+def test_defaults_are_torchs_or_those_of_deepspeeds_lion(written: str, numbers: dict[str, Any]):
+    config = read(optimizer={"type": written})
+    assert config.optimizer is not None and config.optimizer.defaults() == numbers
+    kind = getattr(torch.optim, written, None)
+    if kind is not None:
+        assert numbers.items() <= kind([torch.zeros(1)]).defaults.items()
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        (
+            {"type": "Lion", "params": {"eps": 1e-8}},
+            "params.eps: is a setting of Adam, AdamW, Adagrad, not of Lion",
+        ),
+        (
+            {"type": "SGD", "params": {"betas": [0.9, 0.9]}},
+            "params.betas: is a setting of Adam, AdamW, Lion, not of SGD",
+        ),
+        ({"type": "SGD", "params": {"momentum": -1}}, "params.momentum: -1.0 is below 0"),
+        ({"type": "Adagrad", "params": {"lr_decay": "fast"}}, "params.lr_decay"),
+    ],
+)
+def test_a_number_of_another_rule_is_refused(params: dict[str, Any], problem: str):
+    assert f"optimizer.{problem}" in refusal(optimizer=params)
+
+
+def test_eight_bits_are_for_adam():
+    zero = {"offload_optimizer": {"device": "cpu", "state_format": "int8"}}
+    for name in ("Lion", "Adagrad", "SGD"):
+        text = refusal(bf16={"enabled": True}, optimizer={"type": name}, zero_optimization=zero)
+        assert text == (
+            'zero_optimization.offload_optimizer.state_format: "int8" is for Adam and AdamW, and the optimizer is'
+            f' {name}; write "bf16"'
+        )
+    zero["offload_optimizer"]["state_format"] = "bf16"
+    (note,) = [
+        n for n in read(optimizer={"type": "SGD"}, zero_optimization=zero).notes if "state_format" in n
+    ]
+    assert "has an effect only where a parameter group has momentum" in note
 
 
 def test_n22_the_schedule_without_a_maximum_rises_to_the_optimizers_rate():

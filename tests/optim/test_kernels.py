@@ -28,10 +28,12 @@ BAD_ARRAYS = {
     "exp_avg_sq has 11 elements": {"exp_avg_sq": torch.zeros(11)},
     "weight is torch.float16; it must be torch.bfloat16": {"weight": torch.zeros(10, dtype=torch.float16)},
     "exp_avg is torch.float64; it must be torch.float32": {"exp_avg": torch.zeros(10, dtype=torch.float64)},
-    "grad is torch.int16; it must be torch.bfloat16 or torch.float32": {
+    "grad is torch.int16; it must be torch.bfloat16 or torch.float16 or torch.float32": {
         "grad": torch.zeros(10, dtype=torch.int16)
     },
-    "grad is float16; it must be uint16 for bf16 or float32 for fp32": {"grad": np.zeros(10, np.float16)},
+    "grad is float64; it must be uint16 for bf16 or float16 for fp16 or float32 for fp32": {
+        "grad": np.zeros(10)
+    },
     "exp_avg is not contiguous": {"exp_avg": torch.zeros(20)[::2]},
     "exp_avg must be flat, got shape (2, 5)": {"exp_avg": torch.zeros(2, 5)},
     "exp_avg is on meta": {"exp_avg": torch.zeros(10, device="meta")},
@@ -61,9 +63,11 @@ def test_arrays_that_share_memory_are_refused() -> None:
     )
 
 
-def test_fp32_weights_take_fp32_gradients_only() -> None:
+def test_fp32_weights_take_no_bf16_gradients() -> None:
     fp32 = {"weight": torch.zeros(10), "residual": None}
-    with pytest.raises(ValueError, match=r"grad is torch.bfloat16; it must be torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"grad is torch.bfloat16; it must be torch.float16 or torch.float32"
+    ):
         kernels.adam(**{**arrays(), **fp32}, step=1, **HYPER)
 
 

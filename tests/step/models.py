@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from lion import Lion
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -63,6 +65,27 @@ class GPT(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
+RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("SGD", {"lr": 0.05, "weight_decay": 0.01}),
+    "momentum": ("SGD", {"lr": 0.02, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
+    "nesterov": ("SGD", {"lr": 0.02, "momentum": 0.9, "nesterov": True}),
+    "adagrad": (
+        "Adagrad",
+        {"lr": 0.01, "lr_decay": 0.1, "weight_decay": 0.01, "initial_accumulator_value": 0.1, "eps": 1e-8},
+    ),
+    "lion": ("Lion", {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
+}
+"""Optimizers beside Adam: DeepSpeed's name, and torch's numbers."""
+GROUPS: dict[str, list[dict[str, Any]]] = {
+    "sgd": [{"lr": 0.1}, {"weight_decay": 0.0}, {}],
+    "momentum": [{"momentum": 0.5}, {"momentum": 0.0, "weight_decay": 0.0}, {"lr": 0.01, "dampening": 0.0}],
+    "nesterov": [{"momentum": 0.5}, {"nesterov": False}, {}],
+    "adagrad": [{"lr_decay": 0.0}, {"weight_decay": 0.0, "eps": 1e-6}, {"lr": 0.02}],
+    "lion": [{"betas": (0.8, 0.9)}, {"weight_decay": 0.0}, {"lr": 5e-4}],
+}
+"""What of them differs between the three groups."""
+
+
 @dataclass(frozen=True)
 class Training:
     """One training run: what is trained, and how the loop is written."""
@@ -83,6 +106,8 @@ class Training:
     groups: bool = False
     """Three parameter groups with their own lr, betas, eps and weight decay."""
     adamw: bool = True
+    rule: str = ""
+    """One of RULES, instead of Adam or AdamW."""
     schedule: bool = False
     """A LambdaLR."""
     evaluate: bool = False
@@ -108,6 +133,11 @@ class Training:
         matrices = [p for n, p in trained.items() if p.ndim == 2 and "blocks" in n]
         vectors = [p for n, p in trained.items() if p.ndim == 1]
         rest = [p for n, p in trained.items() if p.ndim == 2 and "blocks" not in n]
+        if self.rule:
+            groups = [
+                {"params": p, **n} for p, n in zip((matrices, vectors, rest), GROUPS[self.rule], strict=True)
+            ]
+            return [group for group in groups if group["params"]]
         groups = [
             {"params": matrices, "lr": 2e-3, "weight_decay": 0.1},
             {"params": vectors, "lr": 5e-4, "weight_decay": 0.0, "betas": (0.8, 0.95)},
@@ -115,9 +145,20 @@ class Training:
         ]
         return [group for group in groups if group["params"]]
 
+    def plain_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """torch's own, with its fused implementation where that is the one whose bits are ours."""
+        if not self.rule:
+            adam = torch.optim.AdamW if self.adamw else torch.optim.Adam
+            return adam(groups, lr=1e-3, weight_decay=0.01, fused=True)
+        name, numbers = RULES[self.rule]
+        kinds = {"SGD": torch.optim.SGD, "Adagrad": partial(torch.optim.Adagrad, fused=True), "Lion": Lion}
+        return kinds[name](groups, **numbers)
+
     def config(self, placement: Placement, swap_path: Any) -> dict[str, Any]:
         kind = "AdamW" if self.adamw else "Adam"
         params = {"lr": 1e-3, "weight_decay": 0.01, "adam_w_mode": self.adamw}
+        if self.rule:
+            kind, params = RULES[self.rule]
         path = {"nvme_path": str(swap_path)}
         return {
             "bf16": {"enabled": self.precision == "bf16"},
@@ -195,8 +236,7 @@ def train_plain(training: Training) -> Outcome:
         if not bf16_is_native():
             WideLinears(model)  # torch's own products differ in the last place, and are very slow
     groups = training.param_groups(masters)
-    kind = torch.optim.AdamW if training.adamw else torch.optim.Adam
-    optimizer = kind(groups, lr=1e-3, weight_decay=0.01, fused=True)
+    optimizer = training.plain_optimizer(groups)
     scheduler = _schedule(training, optimizer)
     batches = iter(training.batches())
     trained = {name: param for name, param in masters.items() if param.requires_grad}
@@ -231,8 +271,7 @@ def train_plain(training: Training) -> Outcome:
             _round_weights(model, masters)
     outcome.masters = {name: param.detach().clone() for name, param in trained.items()}
     for name, param in trained.items():
-        state = optimizer.state[param]
-        outcome.moments[name] = torch.stack([state["exp_avg"], state["exp_avg_sq"]])
+        outcome.moments[name] = moments_of(optimizer.state[param])
     return outcome
 
 
@@ -268,8 +307,15 @@ def train_offloaded(training: Training, placement: Placement, swap_path: Any) ->
         for stored, state in offload.optimizer_state(engine):
             master = state.get("master")
             outcome.masters[stored.name] = offload.read_master(engine, stored) if master is None else master
-            outcome.moments[stored.name] = torch.stack([state["exp_avg"], state["exp_avg_sq"]])
+            outcome.moments[stored.name] = moments_of(state)
     return outcome
+
+
+def moments_of(state: dict[str, Any]) -> torch.Tensor:
+    """All moments in a parameter's state."""
+    names = ("exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
+    found = [state[name] for name in names if state.get(name) is not None]
+    return torch.stack(found) if found else torch.empty(0)
 
 
 @torch.no_grad()

@@ -452,6 +452,33 @@ def test_client_optimizer_trains_as_torch(begin, form):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0, 0.01]
 
 
+@pytest.mark.parametrize(
+    ("kind", "numbers", "of_a_group"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}, {"lr": 0.2}),
+        (torch.optim.SGD, {"lr": 0.1}, {"momentum": 0.9, "dampening": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, {"weight_decay": 0.01}),
+        (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}, {"lr_decay": 0.1}),
+    ],
+    ids=["sgd", "momentum-of-a-group", "nesterov", "adagrad"],
+)
+def test_other_rules_are_taken_over_with_their_numbers(begin, kind, numbers, of_a_group):
+    model, plain = net(), net()
+    first, *rest = (list(each.parameters()) for each in (model, plain))
+    (other,) = rest
+    groups = ([{"params": of[:3], **of_a_group}, {"params": of[3:]}] for of in (first, other))
+    engine, optimizer, *_ = begin(model=model, optimizer=kind(next(groups), **numbers))
+    reference = kind(next(groups), **numbers)
+    data = batches(10)
+    train(engine, data)
+    train_plain(plain, reference, data)
+    assert_same_weights(engine, plain, rtol=1e-5, atol=1e-7)
+    for ours, theirs in zip(optimizer.param_groups, reference.param_groups, strict=True):
+        assert {key: ours[key] for key in numbers | of_a_group} == {
+            key: theirs[key] for key in numbers | of_a_group
+        }
+
+
 def test_client_optimizer_is_out_of_work(begin):
     model = net()
     given = torch.optim.AdamW(model.parameters())
@@ -465,11 +492,15 @@ def test_client_optimizer_is_out_of_work(begin):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), "a SGD cannot be taken over; accepted are torch.optim.AdamW"),
+        (
+            lambda p: torch.optim.NAdam(p),
+            "a NAdam cannot be taken over; accepted are torch.optim.AdamW, Adam, Ada",
+        ),
+        (lambda p: torch.optim.SGD(p, maximize=True), "group 0: maximize is not built"),
         (lambda p: torch.optim.Adam(p, amsgrad=True), "group 0: amsgrad is not built"),
         (lambda p: torch.optim.AdamW(p, maximize=True), "group 0: maximize is not built"),
         (lambda p: type("Mine", (torch.optim.AdamW,), {})(p), "a Mine cannot be taken over"),
-        (lambda p: torch.optim.SGD, "what the callable made, a SGD, cannot be taken over"),
+        (lambda p: torch.optim.Rprop, "what the callable made, a Rprop, cannot be taken over"),
         (lambda p: lambda params: None, "what the callable made, a NoneType,"),
         (lambda p: "AdamW", "a str cannot be taken over"),
     ],

@@ -78,7 +78,7 @@ def test_training_and_values_written_between_steps(update, precision, swap_path)
         for chunk in engine.plan.chunks_of[unit]:
             buffer = torch.empty(store.state_bytes(chunk), dtype=torch.uint8)
             store.read_state(chunk, buffer).wait()
-            for name, piece in state_planes(engine.adam, chunk, buffer).items():
+            for name, piece in state_planes(engine.optimizer, chunk, buffer).items():
                 moments[name][chunk.begin : chunk.end] = piece
         for stored in members:
             for name in stored.names:

@@ -16,7 +16,7 @@ from offload.bytesize import KiB, format_bytes, parse_bytes, round_up_bytes
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, PlanError
 from offload.inventory import ParamInfo, build_inventory
-from offload.optim import Adam, kernels
+from offload.optim import kernels, make_optimizer
 from offload.placement import STATE_PLANES, Placement, placement_of, refuse_unbuilt
 from offload.plan import GRAD_SUM_ELEMENTS, PIECE_ELEMENTS, MemoryPlan
 
@@ -123,13 +123,16 @@ def test_bytes_moved_is_linear_from_the_third_step_on():
 
 
 @pytest.mark.parametrize("elements", [1, 127, 128, 2048, 8192 + 2048])
-@pytest.mark.parametrize(("precision", "state_format"), STATE_PLANES)
-def test_state_planes_are_those_of_the_optimizer(precision, state_format, elements):
-    specs = Adam(weight_format=precision, state_format=state_format).state_specs(elements)
-    planes = STATE_PLANES[precision, state_format]
+@pytest.mark.parametrize(("rule", "precision", "state_format"), STATE_PLANES)
+def test_state_planes_are_those_of_the_optimizer(rule, precision, state_format, elements):
+    optimizer = make_optimizer(rule, weight_format=precision, state_format=state_format)
+    specs = optimizer.state_specs(elements)
+    planes = STATE_PLANES[rule, precision, state_format]
+    assert optimizer.moments == placement(rule=rule).moments
     assert [(s.name, s.size_bytes) for s in specs] == [(p.name, p.size_bytes(elements)) for p in planes]
     residual = sum(spec.dtype.itemsize for spec in specs if spec.name == "residual")
-    assert placement(precision=precision, state_format=state_format).residual_itemsize == residual
+    place = placement(rule=rule, precision=precision, state_format=state_format)
+    assert place.residual_itemsize == residual
 
 
 def test_no_trainable_parameter_is_refused():
@@ -231,7 +234,7 @@ def configs():
         ("bf16", "fp32"), ("fp32", "bf16", "int8"), (0, 3), ("none", "cpu", "nvme"), ("none", "cpu", "nvme"),
         ("auto", "step", "backward"), (None, 1.0), (1, 2), (1.0, 0.5), (None, "/other"),
     ):  # fmt: skip
-        if (precision, kept_as) not in STATE_PLANES:
+        if ("adam", precision, kept_as) not in STATE_PLANES:
             continue
         if kept_as != "fp32" and (stage, idle) != (3, None):
             continue  # two more formats of what is told in a hint by the same words
@@ -362,7 +365,9 @@ def test_update_in_backward_is_not_proposed_where_it_is_impossible(reason):
 
 models = st.lists(st.integers(50_000, 300_000), min_size=1, max_size=8)
 placements = st.builds(
-    lambda formats, **others: placement(precision=formats[0], state_format=formats[1], **others),
+    lambda formats, **others: placement(
+        **dict(zip(("rule", "precision", "state_format"), formats, strict=True)), **others
+    ),
     formats=st.sampled_from(list(STATE_PLANES)),
     param_home=st.sampled_from(["host", "nvme"]),
     state_home=st.sampled_from(["host", "nvme"]),

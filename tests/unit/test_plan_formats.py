@@ -64,9 +64,9 @@ def test_int8_by_hand_with_extents_that_are_not_whole_pages_by_themselves():
 
 
 @pytest.mark.parametrize("elements", [2048, 4096, 6144, 65536, 4 << 20])
-@pytest.mark.parametrize(("precision", "state_format"), STATE_PLANES)
-def test_extents_are_whole_pages_and_hardly_more_than_their_planes(precision, state_format, elements):
-    place = placement(state_format, precision=precision)
+@pytest.mark.parametrize(("rule", "precision", "state_format"), STATE_PLANES)
+def test_extents_are_whole_pages_and_hardly_more_than_their_planes(rule, precision, state_format, elements):
+    place = placement(state_format, rule=rule, precision=precision)
     planes = sum(plane.size_bytes(elements) for plane in place.state_planes)
     assert place.state_bytes(elements) % PAGE_BYTES == 0
     assert 0 <= place.state_bytes(elements) - planes < (PAGE_BYTES if state_format == "int8" else 1)
