@@ -16,8 +16,8 @@ import typer
 
 from ..bytesize import format_bytes
 from ..errors import CheckpointError
-from ..portable.commit import formats_of, params_of
-from ..portable.manifest import WEIGHT, Checkpoint, SavedParam
+from ..portable.commit import format_of, params_of
+from ..portable.manifest import WEIGHT, Checkpoint, Format, SavedParam
 from ..portable.reader import read_checkpoint
 from ..store.commits import Found, find_commits
 from ..store.drives import FILE_NAME
@@ -95,7 +95,7 @@ def _of_checkpoint(path: Path, found: Checkpoint) -> dict[str, Any]:
         "tag": path.name,
         "step": found.step,
         "time": found.time,
-        **_model(found.params, found.precision, found.state_format),
+        **_model(found.params, found.format),
         "left_out": left_out,
         "plane_bytes": dict(planes),
         "tensors": {tensor.name: [tensor.dtype, list(tensor.shape)] for tensor in found.tensors},
@@ -108,7 +108,7 @@ def _of_checkpoint(path: Path, found: Checkpoint) -> dict[str, Any]:
 def _of_store(path: Path, commits: Found) -> dict[str, Any]:
     manifest, before, owner = commits.newest, commits.before(), owner_of(path)
     try:
-        precision, state_format = formats_of(manifest.shapes)
+        kept_as = format_of(manifest.shapes)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     files = []
@@ -125,7 +125,7 @@ def _of_store(path: Path, commits: Found) -> dict[str, Any]:
         "time": manifest.time,
         "commit_before": None if before is None else _commit(before),
         "problems": commits.problems,
-        **_model(params_of(manifest), precision, state_format),
+        **_model(params_of(manifest), kept_as),
         "units": [
             {
                 "name": unit.name,
@@ -162,10 +162,11 @@ def _plane_bytes(manifest: Manifest) -> dict[str, int]:
     return dict(found)
 
 
-def _model(params: Sequence[SavedParam], precision: str, state_format: str) -> dict[str, Any]:
+def _model(params: Sequence[SavedParam], kept_as: Format) -> dict[str, Any]:
     return {
-        "precision": precision,
-        "state_format": state_format,
+        "rule": kept_as.rule,
+        "precision": kept_as.precision,
+        "state_format": kept_as.state_format,
         "elements": sum(param.numel for param in params),
         "trained_elements": sum(param.numel for param in params if param.trainable),
         "params": [
@@ -222,7 +223,7 @@ def page(facts: Mapping[str, Any], *, all_params: bool) -> Iterator[str]:
     units = f" in {len(facts['units'])} units" if "units" in facts else ""
     yield (
         f"  {_count(elements)} parameters in {len(facts['params'])} tensors{units}, {_count(trained)} of them trained"
-        f" in {facts['precision']}, state kept as {facts['state_format']}"
+        f" in {facts['precision']} by {facts['rule']}, state kept as {facts['state_format']}"
     )
     if facts.get("left_out"):
         yield f"  {len(facts['left_out'])} frozen weights were left out: load it over the same base"

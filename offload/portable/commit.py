@@ -11,55 +11,58 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..placement import STATE_BLOCK, STATE_PLANES
+from ..placement import STATE_BLOCK
 from ..store.committed import CommittedFiles
 from ..store.directory import SwapDirectory
 from ..store.layout import Item, PlaneKind
 from ..store.manifest import ITEMSIZES, WEIGHT_DTYPES, Manifest, ParamEntry, Shapes
 from ..store.tensors import Tensors
-from .manifest import WEIGHT, SavedParam, planes_of, state_dtypes
+from .manifest import FORMATS, WEIGHT, Format, SavedParam
 from .saved import torch_dtype
 
 
-def formats_of(shapes: Shapes) -> tuple[str, str]:
-    """Precision and format of state of what is stored.
+def format_of(shapes: Shapes) -> Format:
+    """How what is stored is kept.
 
     Raises:
-        CheckpointError: they are none of ours, or the planes of a chunk are not as long as it says.
+        CheckpointError: it is none of our formats, or the planes of a chunk are not as long as it says.
     """
-    precision, state_format = _formats_of(shapes)
-    specs = STATE_PLANES[precision, state_format]
+    planes = [(plane.name, plane.dtype) for plane in shapes.planes]
+    known = (
+        each
+        for each in FORMATS
+        if WEIGHT_DTYPES[each.precision] == shapes.weight_dtype and [*each.state_dtypes.items()] == planes
+    )
+    found = next(known, None)
+    if found is None:
+        names = ", ".join(f"{name} {dtype}" for name, dtype in planes)
+        raise CheckpointError(
+            f"weights of {shapes.weight_dtype} with state of {names} are no format that is known"
+        )
+    _check_sizes(shapes, found)
+    return found
+
+
+def _check_sizes(shapes: Shapes, kept_as: Format) -> None:
     number = 0
     for unit in shapes.units:
         for begin, end in pairwise((0, *unit.chunk_ends)):
-            *sizes, last = zip(specs, shapes.plane_bytes[number], strict=True)
-            fits = all(spec.size_bytes(end - begin) == size for spec, size in sizes)
-            if not fits or last[0].size_bytes(end - begin) > last[1]:
+            sizes = shapes.plane_bytes[number]
+            wanted = [spec.size_bytes(end - begin) for spec in kept_as.specs]
+            if [*sizes[:-1]] != wanted[:-1] or sizes[-1:] < tuple(
+                wanted[-1:]
+            ):  # the last one fills a page up
                 raise CheckpointError(
-                    f"chunk {number} has planes of {list(shapes.plane_bytes[number])} bytes for {end - begin} elements"
+                    f"chunk {number} has planes of {[*sizes]} bytes for {end - begin} elements"
                 )
             number += 1
-        if state_format == "int8" and any(
-            param.offset // ITEMSIZES[shapes.weight_dtype] % STATE_BLOCK
-            for param in unit.params
-            if param.trainable
+        trained = [param for param in unit.params if param.trainable]
+        if kept_as.state_format == "int8" and any(
+            param.offset // ITEMSIZES[shapes.weight_dtype] % STATE_BLOCK for param in trained
         ):
             raise CheckpointError(
                 f"{unit.name}: a parameter does not begin where a block of 8-bit moments does"
             )
-    return precision, state_format
-
-
-def _formats_of(shapes: Shapes) -> tuple[str, str]:
-    found = [(plane.name, plane.dtype) for plane in shapes.planes]
-    for precision, dtype in WEIGHT_DTYPES.items():
-        for of, state_format in STATE_PLANES if dtype == shapes.weight_dtype else ():
-            if of == precision and [*state_dtypes(precision, state_format).items()] == found:
-                return precision, state_format
-    names = ", ".join(f"{name} {dtype}" for name, dtype in found)
-    raise CheckpointError(
-        f"weights of {shapes.weight_dtype} with state of {names} are no format that is known"
-    )
 
 
 def params_of(manifest: Manifest) -> list[SavedParam]:
@@ -88,7 +91,7 @@ class CommitFiles:
             self.manifest = manifest = self._files.manifest
             self._tensors = Tensors(directory, manifest.training.get("tensors"))
             try:
-                self.precision, self.state_format = formats_of(manifest.shapes)
+                self.format = format_of(manifest.shapes)
             except CheckpointError as error:
                 raise CheckpointError(f"{directory}: {error}") from None
             self._stack = stack.pop_all()
@@ -109,7 +112,7 @@ class CommitFiles:
         self._last: dict[PlaneKind, tuple[Item, torch.Tensor]] = {}
 
     def planes(self, param: SavedParam) -> Mapping[str, str]:
-        return planes_of(self.precision, self.state_format, param)
+        return self.format.planes(param)
 
     def is_left_out(self, param: SavedParam) -> bool:
         return False

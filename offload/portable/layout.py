@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..bytesize import PAGE_BYTES, GiB
 from ..models.safetensors_file import FileLayout, TensorSpec, lay_out
-from .manifest import WEIGHT, SavedParam, plane_elements, planes_of
+from .manifest import WEIGHT, Format, SavedParam, plane_elements
 
 SHARD_BYTES = 5 * GiB
 """A file is closed before it would become larger, unless one unit alone is, or there would be too many."""
@@ -38,8 +38,7 @@ class FilePlan:
 
 def plan_files(
     units: Sequence[Sequence[SavedParam]],
-    precision: str,
-    state_format: str,
+    kept_as: Format,
     tensors: Mapping[str, TensorSpec],
     *,
     nonce: str,
@@ -57,7 +56,7 @@ def plan_files(
     wanted = [[param for param in unit if param.trainable or not exclude_frozen] for unit in units]
     for kind, of_unit in (
         ("weights", [[*_weights(unit)] for unit in wanted]),
-        ("state", [[*_states(unit, precision, state_format)] for unit in wanted]),
+        ("state", [[*_states(unit, kept_as)] for unit in wanted]),
         ("tensors", [[(("", name), spec) for name, spec in tensors.items()]]),
     ):
         total = sum(spec.num_bytes for unit in of_unit for _, spec in unit)
@@ -82,9 +81,9 @@ def _weights(params: Iterable[SavedParam]) -> Iterator[_Keyed]:
         yield (param.name, WEIGHT), TensorSpec(param.name, param.memory_shape, param.dtype)
 
 
-def _states(params: Iterable[SavedParam], precision: str, state_format: str) -> Iterator[_Keyed]:
+def _states(params: Iterable[SavedParam], kept_as: Format) -> Iterator[_Keyed]:
     for param in params:
-        for plane, dtype in planes_of(precision, state_format, param).items():
+        for plane, dtype in kept_as.planes(param).items():
             if plane != WEIGHT:
                 shape = (
                     (plane_elements(plane, param.numel) // 2, 2) if plane == "scale" else param.memory_shape

@@ -19,10 +19,11 @@ from ..bytesize import PAGE_BYTES, align_up
 from ..engine import OffloadEngine
 from ..errors import CheckpointError
 from ..optim import kernels
+from ..optim.moments import encode
 from ..partition import StoredParam
 from ..plan import Chunk
 from ..store.committed import sum_of
-from .manifest import WEIGHT, SavedParam
+from .manifest import WEIGHT, Format, SavedParam
 from .save import cut, members
 from .saved import PIECE_BYTES, Reordered, Saved, read_master, read_moments, torch_dtype
 
@@ -61,7 +62,10 @@ def match(engine: OffloadEngine, saved: Saved, *, strict: bool = True, weights_o
             pairs[stored] = found
     known = set(pairs.values())
     unknown = [param.name for param in saved.params if param not in known]
-    is_whole = not (weights_only or missing or unknown)
+    there, here = saved.format.rule, engine.plan.placement.rule
+    if strict and not weights_only and there != here:
+        raise CheckpointError(f"it was trained by the rule of {there}, and this optimizer's is {here}")
+    is_whole = not (weights_only or missing or unknown) and there == here
     if not pairs:
         raise CheckpointError(f"it has none of this model's parameters; it has {_named(unknown)}")
     if strict and missing:
@@ -136,15 +140,13 @@ def load(engine: OffloadEngine, saved: Saved, matched: Match) -> None:
         TransferError: something cannot be read or written, or has changed; the engine has stopped.
     """
     engine.settle()
-    kept, placement = engine.plan.placement.state_format, engine.plan.placement
-    if matched.is_whole and (saved.precision, saved.state_format) != (placement.precision, kept):
-        how = "as it is" if kept == "fp32" else "rounded to the nearest"
+    there, here = saved.format, Format.of(engine.plan.placement)
+    if matched.is_whole and there.state_format != here.state_format:
+        how = "as it is" if here.state_format == "fp32" else "rounded to the nearest"
         logger.info(
             "optimizer state saved as %s is kept as %s from now on: taken over %s",
-            saved.state_format,
-            kept,
-            how,
-        )
+            there.state_format, here.state_format, how,
+        )  # fmt: skip
     engine.pipeline.cancel_announced()
     try:
         for unit in range(len(engine.partition.units)):
@@ -224,18 +226,13 @@ def _load_master(
 def _load_moments(
     source: Saved, param: SavedParam, begin: int, end: int, planes: dict[str, torch.Tensor]
 ) -> None:
-    kinds = source.planes(param)
-    own = {name: planes[name] for name in ("exp_avg", "exp_avg_sq", "scale") if name in planes}
+    kinds, names = source.planes(param), source.format.moments
+    own = {name: planes[name] for name in (*names, "scale") if name in planes}
     if all(kinds.get(name) == str(values.dtype).removeprefix("torch.") for name, values in own.items()):
         for name, values in own.items():
             values.copy_(source.read(param, name, begin, end))
         return
-    moments = read_moments(source, param, begin, end)
-    if own["exp_avg"].dtype is torch.float32:
-        own["exp_avg"].copy_(moments[0])
-        own["exp_avg_sq"].copy_(moments[1])
-        return
-    kernels.encode_moments(*moments, own["exp_avg"], own["exp_avg_sq"], own.get("scale"))
+    encode(read_moments(source, param, begin, end), own, names)
 
 
 def _ordered_as(stored: StoredParam, saved: Saved, param: SavedParam) -> Saved:

@@ -9,22 +9,22 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..placement import STATE_PLANES
-from ..store.manifest import ITEMSIZES, WEIGHT_DTYPES
+from ..store.manifest import ITEMSIZES
 from ..untrusted import BYTES_MAX, COUNT_MAX, Value, body_of, load_json, read_small_file, refuse, shown
 from .manifest import (
     FORMAT,
+    FORMATS,
     MANIFEST_BYTES_MAX,
     NAME,
     VERSION,
     WEIGHT,
     Checkpoint,
     FileEntry,
+    Format,
     Place,
     SavedParam,
     SavedTensor,
     plane_elements,
-    planes_of,
 )
 
 FILES_MAX, PARAMS_MAX, DIMENSIONS_MAX, ALIASES_MAX = 1 << 16, 1 << 18, 32, 256
@@ -54,16 +54,14 @@ def decode(data: bytes) -> Checkpoint:
     """
     body = Value("", load_json(body_of(data, FORMAT, VERSION))).of_type(dict, "an object")
     known = (
-        "step", "time", "precision", "state_format", "files", "params", "tensors", "model", "training",
+        "step", "time", "format", "files", "params", "tensors", "model", "training",
     )  # fmt: skip
     for name in body.keys() ^ set(known):
         refuse(shown(name)[1:-1], "it is missing" if name in known else "no checkpoint has it")
     field = {name: Value(name, body[name]) for name in known}
-    precision = field["precision"].one_of((*WEIGHT_DTYPES,))
-    formats = [state_format for of, state_format in STATE_PLANES if of == precision]
-    state_format = field["state_format"].one_of(formats)
+    kept_as = _format(field["format"])
     files = field["files"].each(_file, FILES_MAX)
-    rows = [_param(value, precision, state_format, files) for value in field["params"].elements(PARAMS_MAX)]
+    rows = [_param(value, kept_as, files) for value in field["params"].elements(PARAMS_MAX)]
     params, places = tuple(param for param, _ in rows), tuple(found for _, found in rows)
     tensors = field["tensors"].each(lambda value: _tensor(value, files), PARAMS_MAX)
     for what, names in (
@@ -76,8 +74,7 @@ def decode(data: bytes) -> Checkpoint:
     found = Checkpoint(
         step=field["step"].whole(0, COUNT_MAX),
         time=field["time"].whole(0, COUNT_MAX),
-        precision=precision,
-        state_format=state_format,
+        format=kept_as,
         files=files,
         params=params,
         places=places,
@@ -89,6 +86,14 @@ def decode(data: bytes) -> Checkpoint:
     return found
 
 
+def _format(value: Value) -> Format:
+    words = tuple(word.text() for word in value.elements(3, 3))
+    found = [each for each in FORMATS if (each.rule, each.precision, each.state_format) == words]
+    if not found:
+        refuse(value.where, f"{shown(', '.join(words))} is no format that is known")
+    return found[0]
+
+
 def _file(value: Value) -> FileEntry:
     name, size, header_bytes, crc32c = value.elements(4, 4)
     text, whole = name.text(), size.whole(0, BYTES_MAX)
@@ -98,7 +103,7 @@ def _file(value: Value) -> FileEntry:
 
 
 def _param(
-    value: Value, precision: str, state_format: str, files: Sequence[FileEntry]
+    value: Value, kept_as: Format, files: Sequence[FileEntry]
 ) -> tuple[SavedParam, Mapping[str, Place]]:
     name, shape, stride, dtype, trainable, aliases, listed = value.elements(7, 7)
     sizes = _sizes(shape)
@@ -112,7 +117,7 @@ def _param(
         aliases.each(Value.text, ALIASES_MAX),
     )
     _check_dense(value, param)
-    planes = planes_of(precision, state_format, param)
+    planes = kept_as.planes(param)
     if param.dtype != planes[WEIGHT]:
         refuse(dtype.where, f"trained weights are {planes[WEIGHT]} here, not {param.dtype}")
     found = {}

@@ -29,7 +29,7 @@ from ..plan import Chunk
 from . import directory as places
 from .files import Writer, wait_for
 from .layout import plan_files
-from .manifest import WEIGHT, Checkpoint, SavedParam, SavedTensor, planes_of
+from .manifest import WEIGHT, Checkpoint, Format, SavedParam, SavedTensor
 
 logger = logging.getLogger("offload")
 
@@ -80,15 +80,14 @@ def save(
     root, began = Path(os.path.abspath(os.path.expanduser(directory))), time.monotonic()
     engine.settle()
     params = [[saved_param(stored) for stored in unit] for unit in engine.partition.units]
-    placement = engine.plan.placement
+    kept_as = Format.of(engine.plan.placement)
     specs = {
         name: TensorSpec(name, tuple(tensor.shape), str(tensor.dtype))
         for name, tensor in content.tensors.items()
     }
     plan = plan_files(
         params,
-        placement.precision,
-        placement.state_format,
+        kept_as,
         specs,
         nonce=secrets.token_hex(4),
         exclude_frozen=exclude_frozen,
@@ -105,12 +104,11 @@ def save(
         checkpoint = Checkpoint(
             step=content.step,
             time=int(time.time()),
-            precision=placement.precision,
-            state_format=placement.state_format,
+            format=kept_as,
             files=tuple(writer.entries()),
             params=tuple(param for unit in params for param in unit),
             places=tuple(
-                {plane: writer.place(param.name, plane) for plane in _planes(engine, param)}
+                {plane: writer.place(param.name, plane) for plane in kept_as.planes(param)}
                 for unit in params
                 for param in unit
             ),
@@ -129,11 +127,6 @@ def save(
     size, seconds = format_bytes(plan.bytes_total), time.monotonic() - began
     logger.info("%s: saved step %d, %s in %.1f s", folder, content.step, size, seconds)
     return folder
-
-
-def _planes(engine: OffloadEngine, param: SavedParam) -> dict[str, str]:
-    placement = engine.plan.placement
-    return planes_of(placement.precision, placement.state_format, param)
 
 
 def _write_unit(engine: OffloadEngine, unit: int, writer: Writer) -> None:

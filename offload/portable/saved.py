@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -23,23 +24,22 @@ from ..bytesize import MiB
 from ..errors import CheckpointError, TransferError
 from ..links import buffer_of
 from ..optim import kernels
+from ..optim.moments import decoded
 from ..placement import STATE_BLOCK
 from ..store.committed import sum_of
 from ..store.crc import join
 from ..store.manifest import ITEMSIZES
-from .manifest import NAME, WEIGHT, Checkpoint, Place, SavedParam, plane_elements
+from .manifest import NAME, WEIGHT, Checkpoint, Format, Place, SavedParam, plane_elements
 from .reader import read_checkpoint
 
 PIECE_BYTES = 16 * MiB
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Saved(Protocol):
     """A state of training that lies somewhere. See Note [Pieces]."""
 
     where: Path
-    precision: str
-    state_format: str
+    format: Format
     step: int
     params: Sequence[SavedParam]
     training: dict[str, Any]
@@ -90,19 +90,16 @@ class TensorsOf(Mapping[str, torch.Tensor]):
         return len(self._saved.tensor_specs())
 
 
-def read_moments(saved: Saved, param: SavedParam, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements [begin, end) of both moments, in fp32."""
-    if saved.state_format == "fp32":
-        exp_avg, exp_avg_sq = (saved.read(param, plane, begin, end) for plane in MOMENTS)
-        return exp_avg, exp_avg_sq
-    first = begin // STATE_BLOCK * STATE_BLOCK
-    last = min(-(-end // STATE_BLOCK) * STATE_BLOCK, param.numel)
-    stored = [saved.read(param, plane, first, last) for plane in MOMENTS]
-    scale = saved.read(param, "scale", first, last) if saved.state_format == "int8" else None
-    moments = [torch.empty(last - first, dtype=torch.float32) for _ in stored]
-    kernels.decode_moments(stored[0], stored[1], scale, moments[0], moments[1])
-    exp_avg, exp_avg_sq = (moment[begin - first : end - first] for moment in moments)
-    return exp_avg, exp_avg_sq
+def read_moments(saved: Saved, param: SavedParam, begin: int, end: int) -> dict[str, torch.Tensor]:
+    """Elements [begin, end) of all moments, in fp32."""
+    names, first, last = saved.format.moments, begin, end
+    if saved.format.state_format == "int8":  # whole blocks, which have their scales
+        first = begin // STATE_BLOCK * STATE_BLOCK
+        last = min(-(-end // STATE_BLOCK) * STATE_BLOCK, param.numel)
+    kinds = saved.planes(param)
+    planes = {name: saved.read(param, name, first, last) for name in (*names, "scale") if name in kinds}
+    values = decoded(planes, names) if names else {}
+    return {name: value[begin - first : end - first] for name, value in values.items()}
 
 
 def read_master(saved: Saved, param: SavedParam, begin: int, end: int) -> torch.Tensor:
@@ -129,16 +126,16 @@ class Reordered:
 
     def __init__(self, saved: Saved, param: SavedParam, stride: tuple[int, ...]) -> None:
         self._saved, self._stride = saved, stride
-        self.where, self.precision, self.step = saved.where, saved.precision, saved.step
+        self.where, self.step = saved.where, saved.step
         self.params: Sequence[SavedParam] = [param]
         self.training, self.model = saved.training, saved.model
-        self.state_format = "fp32"
+        self.format = replace(saved.format, state_format="fp32")
         """Blocks of rounded moments are other ones in another order: they are read as their values."""
         self._whole: dict[str, torch.Tensor] = {}
 
     def planes(self, param: SavedParam) -> Mapping[str, str]:
         kinds = self._saved.planes(param)
-        values = {name: "float32" if name in MOMENTS else kind for name, kind in kinds.items()}
+        values = {name: "float32" if name in self.format.moments else kind for name, kind in kinds.items()}
         values.pop("scale", None)
         return values
 
@@ -154,8 +151,8 @@ class Reordered:
         return self._whole[plane][begin:end]
 
     def _take(self, param: SavedParam, plane: str) -> None:
-        if plane in MOMENTS:
-            values = dict(zip(MOMENTS, read_moments(self._saved, param, 0, param.numel), strict=True))
+        if plane in self.format.moments:
+            values = read_moments(self._saved, param, 0, param.numel)
         else:
             values = {plane: self._saved.read(param, plane, 0, param.numel)}
         for name, flat in values.items():
@@ -213,7 +210,7 @@ class CheckpointFiles:
                 stack.callback(os.close, self._fds[-1])
             self._stack = stack.pop_all()
         found = self.checkpoint
-        self.precision, self.state_format, self.step = found.precision, found.state_format, found.step
+        self.format, self.step = found.format, found.step
         self.params: Sequence[SavedParam] = found.params
         self.training, self.model = found.training, found.model
         self._places = dict(zip((param.name for param in found.params), found.places, strict=True))
