@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..bytesize import GiB
 from ..models.safetensors_file import FileLayout, TensorSpec, lay_out
+from ..placement import Formats
 from .manifest import WEIGHT, SavedParam, plane_elements, planes_of
 
 SHARD_BYTES = 5 * GiB
@@ -36,8 +37,7 @@ class FilePlan:
 
 def plan_files(
     units: Sequence[Sequence[SavedParam]],
-    precision: str,
-    state_format: str,
+    formats: Formats,
     tensors: Mapping[str, TensorSpec],
     *,
     nonce: str,
@@ -55,7 +55,7 @@ def plan_files(
     wanted = [[param for param in unit if param.trainable or not exclude_frozen] for unit in units]
     for kind, of_unit in (
         ("weights", [[*_weights(unit)] for unit in wanted]),
-        ("state", [[*_states(unit, precision, state_format)] for unit in wanted]),
+        ("state", [[*_states(unit, formats)] for unit in wanted]),
         ("tensors", [[(("", name), spec) for name, spec in tensors.items()]]),
     ):
         aliases = {alias: param.name for unit in wanted for param in unit for alias in param.aliases}
@@ -79,9 +79,9 @@ def _weights(params: Iterable[SavedParam]) -> Iterator[_Keyed]:
         yield (param.name, WEIGHT), TensorSpec(param.name, param.memory_shape, param.dtype)
 
 
-def _states(params: Iterable[SavedParam], precision: str, state_format: str) -> Iterator[_Keyed]:
+def _states(params: Iterable[SavedParam], formats: Formats) -> Iterator[_Keyed]:
     for param in params:
-        for plane, dtype in planes_of(precision, state_format, param).items():
+        for plane, dtype in planes_of(formats, param).items():
             if plane != WEIGHT:
                 shape = (
                     (plane_elements(plane, param.numel) // 2, 2) if plane == "scale" else param.memory_shape

@@ -92,8 +92,7 @@ def save(
     }
     plan = plan_files(
         params,
-        placement.precision,
-        placement.state_format,
+        placement.formats,
         specs,
         nonce=secrets.token_hex(4),
         exclude_frozen=exclude_frozen,
@@ -110,8 +109,7 @@ def save(
         checkpoint = Checkpoint(
             step=content.step,
             time=int(time.time()),
-            precision=placement.precision,
-            state_format=placement.state_format,
+            formats=placement.formats,
             files=tuple(writer.entries()),
             params=tuple(param for unit in params for param in unit),
             places=tuple(
@@ -137,8 +135,7 @@ def save(
 
 
 def _planes(engine: OffloadEngine, param: SavedParam) -> dict[str, str]:
-    placement = engine.plan.placement
-    return planes_of(placement.precision, placement.state_format, param)
+    return planes_of(engine.plan.placement.formats, param)
 
 
 def _write_unit(engine: OffloadEngine, unit: int, writer: _Writer) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from kills import Loop, undisturbed
-from runs import remove
 
 from offload.errors import NoCheckpointError
+from runs import remove
 
 MICRO_BATCHES = 40
 """More than any process gets to."""
