@@ -13,7 +13,9 @@ from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import setup
 
 CSRC = "aio_csrc"
-IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+ARCHITECTURE = {"amd64": "x86_64", "arm64": "aarch64"}.get(
+    platform.machine().lower(), platform.machine().lower()
+)
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
@@ -23,12 +25,18 @@ ISA_FLAGS: dict[str, list[str]] = {
     "rules_avx2.cpp": AVX2,
     "rules_avx512.cpp": AVX512,
 }
+OF_ARCHITECTURE = {"avx2": "x86_64", "avx512": "x86_64", "neon": "aarch64"}
+"""What a file whose name ends in an instruction set is built for."""
 COMMON_FLAGS = ["-O3", "-g1", "-Wall", "-Wextra", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
 
 
 def sources(*patterns: str) -> list[str]:
     found = sorted(str(path) for pattern in patterns for path in Path(CSRC).glob(pattern))
-    return [path for path in found if IS_X86 or Path(path).name not in ISA_FLAGS]
+    return [path for path in found if OF_ARCHITECTURE.get(isa_of(path), ARCHITECTURE) == ARCHITECTURE]
+
+
+def isa_of(path: str) -> str:
+    return Path(path).stem.rpartition("_")[2]
 
 
 def extension(name: str, *patterns: str) -> Pybind11Extension:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +25,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def _one_thread_for_torch():
     """Small models are faster on one thread, and sums then have one order."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time():
+    """A test that draws random numbers draws the same in every run, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -19,6 +19,12 @@ class IeeeDefaults {
  private:
   static constexpr unsigned kDefault = 0x1F80;  // all exceptions masked, nothing else set
   const unsigned before_;
+#elif defined(__aarch64__)
+  IeeeDefaults() : before_(__builtin_aarch64_get_fpcr()) { __builtin_aarch64_set_fpcr(0); }
+  ~IeeeDefaults() { __builtin_aarch64_set_fpcr(before_); }
+
+ private:
+  const unsigned before_;
 #else
   IeeeDefaults() {}
 #endif

@@ -26,6 +26,8 @@ constexpr Isa kIsas[] = {
        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
               __builtin_cpu_supports("f16c");
      }},
+#elif defined(__aarch64__)
+    {"neon", &kNeonKernels, &kNeonRules, [] { return true; }},
 #endif
     {"scalar", &kScalarKernels, &kScalarRules, [] { return true; }},
 };

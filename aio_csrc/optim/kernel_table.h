@@ -114,6 +114,8 @@ extern const KernelTable kScalarKernels;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
+#elif defined(__aarch64__)
+extern const KernelTable kNeonKernels;
 #endif
 
 }  // namespace offload::optim

@@ -86,9 +86,9 @@ struct Fp32Master {
 // by bias2_sqrt is folded into step_size and eps: bf16 moments are updated 15 % faster for it. The
 // coefficients come by value: behind a reference the compiler would load them again after every store to a
 // float plane.
-template <class Vec>
+template <bool usual, class Vec>
 Vec new_m(const AdamCoefficients c, Vec g, Vec m) {
-  return Vec::fma(Vec::set(c.lerp_weight), g - m, Vec::choose(c.lerp_from_grad, g, m));
+  return Vec::fma(Vec::set(c.lerp_weight), g - m, usual ? m : Vec::choose(c.lerp_from_grad, g, m));
 }
 
 template <class Vec>
@@ -103,15 +103,25 @@ Vec new_master(const AdamCoefficients c, Vec p, Vec m, Vec root) {
 }
 
 // The gradient, scaled, with the decay of the L2 form.
-template <class Vec, class Master, class Grad>
+template <bool usual, class Vec, class Master, class Grad>
 Vec whole_gradient(const AdamCoefficients c, const Master master, const Grad* grad, size_t i) {
   const Vec g = Vec::load(grad + i) * Vec::set(c.grad_scale);
-  if (c.decay_into_grad == 0) return g;
+  if (usual || c.decay_into_grad == 0) return g;
   return Vec::fma(master.template load<Vec>(i), Vec::set(c.decay_into_grad), g);
 }
 
+// Runs the loop without what few runs need: decay into the gradient, and interpolation from it.
+template <class Run>
+void with_usual(const AdamCoefficients& c, const Run& run) {
+  if (c.decay_into_grad == 0 && !c.lerp_from_grad) {
+    run.template operator()<true>();
+  } else {
+    run.template operator()<false>();
+  }
+}
+
 // On the whole vectors of [begin, end), in one pass; returns where the rest begins.
-template <class Vec, class Master, class Moments, class Grad>
+template <bool usual, class Vec, class Master, class Moments, class Grad>
 size_t adam_vectors(const AdamCoefficients c, const NoiseKeys keys, const Master master,
                     const Moments moments, const Grad* __restrict grad, size_t begin, size_t end) {
   using Bits = typename Vec::Bits;
@@ -121,9 +131,9 @@ size_t adam_vectors(const AdamCoefficients c, const NoiseKeys keys, const Master
     master.prefetch(i + kAheadElements);
     moments.prefetch(i + kAheadElements);
     __builtin_prefetch(grad + i + kAheadElements);
-    const Vec g = whole_gradient<Vec>(c, master, grad, i);
+    const Vec g = whole_gradient<usual, Vec>(c, master, grad, i);
     const Vec p = master.template load<Vec>(i);
-    const Vec m = new_m(c, g, moments.template load_m<Vec>(i));
+    const Vec m = new_m<usual>(c, g, moments.template load_m<Vec>(i));
     const Vec v = new_v(c, g, moments.template load_v<Vec>(i));
     const Bits noise = Moments::rounds ? hash<Vec>(element, keys) : element;
     element = element + Bits::set(Vec::width);
@@ -139,20 +149,22 @@ template <class Vec, class Master, class Moments, class Grad>
   const Master master(planes);
   const Moments moments(planes.moments);
   const auto* grad = static_cast<const Grad*>(planes.grad);
-  const size_t rest = adam_vectors<Vec>(c, keys, master, moments, grad, begin, end);
-  adam_vectors<VecScalar>(c, keys, master, moments, grad, rest, end);
+  with_usual(c, [&]<bool usual>() {
+    const size_t rest = adam_vectors<usual, Vec>(c, keys, master, moments, grad, begin, end);
+    adam_vectors<usual, VecScalar>(c, keys, master, moments, grad, rest, end);
+  });
 }
 
 // The two passes over a block of int8 moments. The chain from a code to the stored master is too long for the
 // processor to work on the next vector meanwhile, and is cut in two by that.
-template <class Vec, class Master, class Grad, class Block>
+template <bool usual, class Vec, class Master, class Grad, class Block>
 size_t first_pass(const AdamCoefficients c, const Master master, const Block block,
                   const Grad* __restrict grad, size_t begin, Largest<VecScalar>& total) {
   Largest<Vec> largest;
   size_t i = begin;
   for (; i + Vec::width <= block.end; i += Vec::width) {
-    const Vec g = whole_gradient<Vec>(c, master, grad, i);
-    const Vec m = new_m(c, g, block.template load_m<Vec>(i));
+    const Vec g = whole_gradient<usual, Vec>(c, master, grad, i);
+    const Vec m = new_m<usual>(c, g, block.template load_m<Vec>(i));
     const Vec root = Vec::sqrt(new_v(c, g, block.template load_v<Vec>(i)));
     largest.see(m, root);
     block.keep(i, m, root);
@@ -195,14 +207,16 @@ template <class Vec, class Grad>
   const NoiseKeys keys = noise_keys;
   const SplitMaster<int8_t> master(planes);
   const auto* grad = static_cast<const Grad*>(planes.grad);
-  for_each_int8_block<Vec>(planes.moments, begin, end, [=](const Int8Block<Vec>& block) {
-    Largest<VecScalar> largest;
-    const size_t tail = first_pass<Vec>(c, master, block, grad, block.begin, largest);
-    first_pass<VecScalar>(c, master, block, grad, tail, largest);
-    const CodesPerUnit per_unit = store_scales(block, largest);
-    second_pass<Vec>(c, keys, master, block, per_unit, block.begin);
-    second_pass<VecScalar>(c, keys, master, block, per_unit, tail);
-    clear_codes_without_scale(block);
+  with_usual(c, [&]<bool usual>() {
+    for_each_int8_block<Vec>(planes.moments, begin, end, [=](const Int8Block<Vec>& block) {
+      Largest<VecScalar> largest;
+      const size_t tail = first_pass<usual, Vec>(c, master, block, grad, block.begin, largest);
+      first_pass<usual, VecScalar>(c, master, block, grad, tail, largest);
+      const CodesPerUnit per_unit = store_scales(block, largest);
+      second_pass<Vec>(c, keys, master, block, per_unit, block.begin);
+      second_pass<VecScalar>(c, keys, master, block, per_unit, tail);
+      clear_codes_without_scale(block);
+    });
   });
 }
 

@@ -40,6 +40,8 @@ extern const RuleTable kScalarRules;
 #if defined(__x86_64__)
 extern const RuleTable kAvx2Rules;
 extern const RuleTable kAvx512Rules;
+#elif defined(__aarch64__)
+extern const RuleTable kNeonRules;
 #endif
 
 }  // namespace offload::optim

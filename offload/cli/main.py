@@ -274,3 +274,45 @@ def bench_io(
         from .bench import Request, run
 
         run(Request(path=path, rounds=rounds, max_write=max_write, json=as_json, quiet=quiet))
+
+
+@bench.command("adam")
+def bench_adam(
+    millions: Annotated[float, typer.Option(min=0.001, metavar="N", help="Parameters, in millions.")] = 100,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each, in turns.")] = 9,
+    threads: Annotated[
+        list[int] | None,
+        typer.Option(metavar="N", help="Threads; may be repeated. 1 and all by default.", show_default=False),
+    ] = None,
+    isa: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Instruction set; may be repeated. All vector sets of this machine by default.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")
+    ] = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Measure the CPU optimizer kernel in every format, beside torch's fused AdamW and DeepSpeedCPUAdam.
+
+    The latter where deepspeed is installed. All take turns, and the bytes that they move are set beside the rate of a
+    copy.
+    """
+    with Failures(traceback):
+        from .bench_adam import Request, run
+
+        run(
+            Request(
+                millions=millions,
+                rounds=rounds,
+                threads=threads or [],
+                isas=isa or [],
+                json=as_json,
+                quiet=quiet,
+            )
+        )
