@@ -14,10 +14,10 @@ SEEDS ?= $(shell seq 0 19)
 .PHONY: demo demo-1b test lint format soak simulated bench clean
 
 demo: $(STAMP)  ## fine-tune a small model whose state is three times the memory it may use
-	$(BIN)/offload finetune swap_configs/demo.json --model preset:demo --data $(PYLIB) --steps 60 --seq 128
+	$(BIN)/offload finetune swap_configs/demo.json --model preset:demo --data $(PYLIB) --steps 60 --seq 128 --save-every 0
 
 demo-1b: $(STAMP)  ## 1.1 billion parameters, everything on NVMe, in 2.5 GiB of memory
-	$(BIN)/offload finetune swap_configs/nvme_all.json --model preset:1b --data $(PYLIB) --steps 5 --seq 256
+	$(BIN)/offload finetune swap_configs/nvme_all.json --model preset:1b --data $(PYLIB) --steps 5 --seq 256 --save-every 0
 
 test: $(STAMP)
 	$(PYTEST)

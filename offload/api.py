@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,26 @@ from .accel import open_accelerator
 from .access import gathered
 from .checkpoint import StateDictHooks
 from .config import OffloadConfig
+from .config.schema import Aio
 from .config.training import Optimizer
 from .copies import CopyHooks
+from .durability import choose_generations
 from .engine import OffloadEngine
 from .errors import ConfigError
 from .hooks import ModuleHooks
+from .inventory import Inventory
 from .ledger import Ledger
 from .matmul import WideLinears, bf16_is_native
 from .models.pretrained import build_meta_model, open_checkpoint
 from .optim import DeviceAdam, ShardOptimizer, make_optimizer
 from .optimizer import OffloadOptimizer
 from .partition import Partition
-from .placement import nvme_path_of, placement_of, refuse_unbuilt, swap_paths_of
+from .placement import Placement, nvme_path_of, placement_of, refuse_unbuilt, swap_paths_of
 from .plan import MemoryPlan
+from .resuming import Where, check_resumable, find_target
+from .saving import SavedEngine
 from .store import SwapStore
+from .training_state import TrainingState, check
 
 logger = logging.getLogger("offload")
 
@@ -45,6 +52,8 @@ def prepare(
     *,
     activation_bytes: int = 0,
     library_bytes: int = 0,
+    resume: Where = False,
+    previous: bool = False,
 ) -> tuple[nn.Module, OffloadOptimizer]:
     """Takes over a model's parameters and returns it with the optimizer that trains it.
 
@@ -55,12 +64,18 @@ def prepare(
         params: parameters or parameter groups to train; all that require a gradient where it is None.
         activation_bytes: what the computation keeps in host memory, for the plan; 0 leaves it out.
         library_bytes: what libraries take in training beside that, likewise.
+        resume: go on from a commit: the newest of this model on the configuration's swap paths (True), or that of
+            a swap directory. The values that the model has now do not count, and are given up first. Attach
+            schedulers and data with ``optimizer.engine.attach(...)``: each is given what it had.
+        previous: go on from the commit before the last one, for good, should the last one be damaged.
 
     Returns:
-        The model and a torch optimizer; ``optimizer.engine`` has ``report()``, ``plan`` and ``close()``.
+        The model and a torch optimizer; ``optimizer.engine`` has ``report()``, ``plan``, ``save_checkpoint()``,
+        ``load_checkpoint()`` and ``close()``.
 
     Raises:
         ConfigError, PlanError, StoreError: before anything has been changed or created.
+        CheckpointError: there is no commit to go on from, or one of another model; likewise.
         TransferError, or whatever else stops the weights on their way home: the parameters have their values
             back then (frozen ones of a wider type rounded to the precision, trained ones to 24 bits with int8
             state), and nothing of the engine stays.
@@ -69,11 +84,7 @@ def prepare(
     refuse_unbuilt(settings)
     chosen = settings.optimizer or Optimizer()
     construct.make_ordinary(model)
-    for engine in open_engines():
-        if any(param in engine.partition.of_param for param in model.parameters()):
-            raise ConfigError("the model, or a part of it, is prepared already; close its engine first")
-    groups = _groups(model, params)
-    optimizer = OffloadOptimizer(groups, chosen.defaults())
+    optimizer = _make_optimizer(model, params, chosen)
     ledger = Ledger()
     with ExitStack() as undo:
         accelerator = open_accelerator(settings.accelerator)
@@ -91,28 +102,103 @@ def prepare(
         inventory = dataclasses.replace(partition.inventory, library_bytes=library_bytes)
         has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
         placement = placement_of(settings, device_free_bytes=free_bytes, has_momentum=has_momentum)
-        plan = MemoryPlan.build(placement, inventory)
-        here, there = _shard_optimizers(plan, chosen, settings.seed)
-        store = None
-        if paths := swap_paths_of(settings):
-            verify = settings.durability.verify == "always"
-            aio, weighted = machine.resolve(settings.aio, paths.all)
-            store = SwapStore.open(dataclasses.replace(paths, all=weighted), plan, aio, ledger, verify=verify)
-            undo.callback(store.close)
-        engine = OffloadEngine(
+        if resume is False:
+            ground = _new_run(settings, placement, inventory, ledger)
+        else:
+            ground = _old_run(settings, placement, inventory, ledger, partition, resume, previous=previous)
+        if ground.store is not None:
+            undo.callback(ground.store.close)
+        here, there = _shard_optimizers(ground.plan, chosen, settings.seed)
+        if ground.going_on is not None:
+            check(
+                ground.going_on, model, partition, optimizer=here, keeps_gradients=placement.update == "step"
+            )
+        engine = SavedEngine(
             partition,
-            plan,
+            ground.plan,
             groups=optimizer.param_groups,
             optimizer=here,
             on_device=there,
             clip_norm=settings.gradient_clipping or 0.0,
-            store=store,
+            store=ground.store,
             ledger=ledger,
-            source=lambda stored: construct.initial_value(stored.param).cpu(),
+            source=None if ground.going_on else lambda stored: construct.initial_value(stored.param).cpu(),
             accelerator=accelerator,
+            model=model,
+            roots=ground.roots,
+            aio=ground.aio,
+            durability=settings.durability,
+            going_on=ground.going_on,
         )
         undo.pop_all()
     _move_buffers(model, device)
+    _watch(model, engine)
+    optimizer.bind(engine)
+    engine.take_over()
+    for note in (*settings.notes, *ground.notes, ground.plan.report()):
+        logger.info("%s", note)
+    return model, optimizer
+
+
+def _make_optimizer(
+    model: nn.Module,
+    params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
+    chosen: Optimizer,
+) -> OffloadOptimizer:
+    for engine in open_engines():
+        if any(param in engine.partition.of_param for param in model.parameters()):
+            raise ConfigError("the model, or a part of it, is prepared already; close its engine first")
+    return OffloadOptimizer(_groups(model, params), chosen.defaults())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ground:
+    """What a run starts from."""
+
+    plan: MemoryPlan
+    store: SwapStore | None
+    going_on: TrainingState | None
+    roots: tuple[str, ...]
+    """The swap paths."""
+    aio: Aio
+    notes: tuple[str, ...]
+
+
+def _new_run(settings: OffloadConfig, placement: Placement, inventory: Inventory, ledger: Ledger) -> _Ground:
+    placement, chosen = choose_generations(settings, placement, inventory)
+    plan = MemoryPlan.build(placement, inventory)
+    store, aio = None, settings.aio
+    paths = swap_paths_of(settings)
+    if paths is not None:
+        verify = settings.durability.verify == "always"
+        aio, weighted = machine.resolve(settings.aio, paths.all)
+        store = SwapStore.open(dataclasses.replace(paths, all=weighted), plan, aio, ledger, verify=verify)
+    roots = () if paths is None else paths.names
+    notes = (chosen,) if chosen else ()
+    return _Ground(plan=plan, store=store, going_on=None, roots=roots, aio=aio, notes=notes)
+
+
+def _old_run(
+    settings: OffloadConfig,
+    placement: Placement,
+    inventory: Inventory,
+    ledger: Ledger,
+    partition: Partition,
+    resume: Where,
+    *,
+    previous: bool,
+) -> _Ground:
+    paths = check_resumable(settings)
+    roots = paths.names
+    target = find_target(resume, roots, partition, placement, inventory, previous=previous)
+    aio, _ = machine.resolve(settings.aio, paths.all)
+    store, state = target.open(partition, aio, settings.durability, ledger)
+    notes = (f"going on after step {state.step} of {store.path}",)
+    return _Ground(plan=target.plan, store=store, going_on=state, roots=roots, aio=aio, notes=notes)
+
+
+def _watch(model: nn.Module, engine: OffloadEngine) -> None:
+    """Hooks into the model, and takes them off when the engine is closed."""
     lifetime.register(engine)
     engine.on_close(functools.partial(lifetime.forget, engine))
     construct.forget_sources(model)
@@ -120,12 +206,8 @@ def prepare(
     copies = CopyHooks(model, engine, {id_ for each in hooks for id_ in each.ids})
     for remove in (*(each.remove for each in hooks), copies.remove):
         engine.on_close(remove)
-    if settings.precision == "bf16" and device.type == "cpu" and not bf16_is_native():
+    if engine.plan.placement.precision == "bf16" and engine.device.type == "cpu" and not bf16_is_native():
         engine.on_close(WideLinears(model).remove)
-    optimizer.bind(engine)
-    for note in (*settings.notes, plan.report()):
-        logger.info("%s", note)
-    return model, optimizer
 
 
 @contextmanager

@@ -214,8 +214,10 @@ def export(
     Raises:
         OffloadError: the directory cannot be written; nothing half-done is left.
     """
-    specs, fetch = exported(engine, (p for unit in engine.partition.units for p in unit), buffers, dtype)
-    write_checkpoint(Path(out_dir), specs, fetch, config, tokenizer_files=tokenizer_files)
+    params = [stored for unit in engine.partition.units for stored in unit]
+    specs, fetch = exported(engine, params, buffers, dtype)
+    aliases = {alias: stored.name for stored in params for alias in stored.names[1:]}
+    write_checkpoint(Path(out_dir), specs, fetch, config, aliases=aliases, tokenizer_files=tokenizer_files)
 
 
 def exported(

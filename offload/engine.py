@@ -62,7 +62,7 @@ class OffloadEngine:
         clip_norm: float,
         store: SwapStore | None,
         ledger: Ledger,
-        source: Source,
+        source: Source | None,
         accelerator: Accelerator | None = None,
         on_device: ShardOptimizer | None = None,
     ) -> None:
@@ -73,7 +73,8 @@ class OffloadEngine:
             optimizer: what an update computes.
             clip_norm: gradients are clipped to this global norm before the update; 0 is off.
             store: where planes homed on nvme go; the engine owns it from now on.
-            source: initial values of a parameter; asked once for each, and may free them afterwards.
+            source: initial values of a parameter; asked once for each, and may free them afterwards. None: the
+                store has all, from a commit.
             accelerator: what computes, where that is not the CPU; the engine owns it from now on.
             on_device: the same optimizer for units that are updated there.
         """
@@ -85,7 +86,7 @@ class OffloadEngine:
         self._failure: BaseException | None = None
         self._closed = False
         self._owner_pid = os.getpid()
-        self._updating = Unbroken(self._stop)
+        self._updating = Unbroken(self.stop)
         self._on_close: list[Callable[[], None]] = []
         self.close_abandoned: Callable[[], bool] = lambda: False
         """Asks for the leases of forwards that have ended unheard; says whether there were any."""
@@ -403,10 +404,11 @@ class OffloadEngine:
         try:
             yield
         except TransferError as error:
-            self._stop(error)
+            self.stop(error)
             raise
 
-    def _stop(self, error: BaseException) -> None:
+    def stop(self, error: BaseException) -> None:
+        """Nothing goes on from now on: the state is not that of any step."""
         self._failure = error
 
     # -- access between steps -----------------------------------------------------------------------------

@@ -41,5 +41,9 @@ class CheckpointError(OffloadError):
     """A checkpoint or swap store cannot be read: names the file and the reason."""
 
 
+class NoCheckpointError(CheckpointError):
+    """There is no checkpoint, good or bad, where one was looked for."""
+
+
 class StoreError(OffloadError, OSError):
     """The swap directory cannot be used (missing, not writable, owned by another run, too little space)."""

@@ -17,7 +17,7 @@ nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -157,6 +157,22 @@ class WaitingGradients:
         present = [self.present(unit) for unit in range(len(self.planes))]
         self._landing.settle()
         return present
+
+    def waiting(self) -> Iterator[tuple[StoredParam, torch.Tensor]]:
+        """Every parameter that has a gradient now, and the gradient where it waits."""
+        for params in self.all_present():
+            for stored in params:
+                yield stored, stored.view_elements(self.planes[stored.unit])
+
+    def replace(self, gradient: Callable[[StoredParam], torch.Tensor | None]) -> None:
+        """Makes what ``gradient`` gives for each parameter the gradients that wait, and no others."""
+        self._landing.settle()
+        self._adding.clear()
+        for stored, shown in self._shown.items():
+            value = gradient(stored)
+            if value is not None:
+                stored.view_elements(self.planes[stored.unit]).copy_(value)
+            stored.param.grad = None if value is None else shown
 
     def norm(self, present: Sequence[list[StoredParam]]) -> float:
         """Global norm of the gradients that are there: one order of additions, whatever the tiers."""

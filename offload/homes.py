@@ -14,7 +14,7 @@ from .gradients import PassingGradients, WaitingGradients
 from .landing import CrossingLanding, Landing, LocalLanding
 from .ledger import Ledger
 from .lift import Lifts
-from .links import DeviceLinks, Ticket
+from .links import NEEDED_NOW, DeviceLinks, Ticket
 from .partition import Partition, StoredParam
 from .pipeline import NvmeStates, ResidentStates, StateHome
 from .plan import GRAD_STAGING_SLOTS, Chunk, MemoryPlan
@@ -165,7 +165,7 @@ def bring_home(
     states: StateHome,
     gradients: WaitingGradients | PassingGradients,
     store: SwapStore | None,
-    source: Source,
+    source: Source | None,
 ) -> None:
     """Splits every parameter into weight and residual and sends both home, unit by unit.
 
@@ -174,10 +174,18 @@ def bring_home(
 
     Args:
         gradients: their host memory, which nobody needs yet, holds residual planes meanwhile.
+        source: None where the store has everything, from a commit.
 
     Raises:
         OffloadError: it failed, and so did giving the values back.
     """
+    if source is None:
+        for unit, params in enumerate(partition.units):
+            for stored in params:
+                stored.param.data = stored.absent
+            fetch_home(plan, unit, weights, states, _needed(store))
+            weights.refresh(unit)
+        return
     way = _WayHome(plan, weights, states, gradients, store)
     try:
         for unit, params in enumerate(partition.units):
@@ -193,6 +201,27 @@ def bring_home(
                 " the model anew"
             ) from error
         raise
+
+
+def fetch_home(
+    plan: MemoryPlan,
+    unit: int,
+    weights: ResidentWeights | StreamedWeights,
+    states: StateHome,
+    store: SwapStore,
+) -> None:
+    """Reads what of a unit is at home in memory from the store, where a commit has it."""
+    if plan.placement.param_home != "nvme":
+        plane = weights.buffer(unit)
+        store.read_weight(unit, plane, priority=NEEDED_NOW).wait()
+        weights.bring(unit, plane).wait()
+    if isinstance(states, ResidentStates) and plan.placement.state_planes:
+        for chunk in plan.chunks_of[unit]:
+            home = states.read(chunk)
+            buffer = home if home.device.type == "cpu" else torch.empty(home.numel(), dtype=torch.uint8)
+            store.read_state(chunk, buffer, priority=NEEDED_NOW).wait()
+            if buffer is not home:
+                home.copy_(buffer)
 
 
 class _WayHome:

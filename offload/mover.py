@@ -255,6 +255,16 @@ class Mover:
         for unit in list(self._tickets):
             self._finish(unit)
 
+    def reload(self) -> None:
+        """Reads anew all that is present: what is at home is another state now."""
+        self.settle()
+        for copy in self.residency.copies:
+            if copy.slot is not None:
+                self.begin_change(copy.block)
+                self._read(copy.block, copy.slot, NEEDED_NOW).wait()
+                self.spoil(copy.block)
+                self.end_change(copy.block)
+
     def close(self) -> None:
         """Waits for what is in flight, whatever its outcome, and gives the slots up."""
         for slot in range(len(self.slots)):

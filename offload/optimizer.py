@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .checkpoint import check_optimizer_state, load_optimizer_state, optimizer_state
-from .engine import OffloadEngine
 from .errors import CheckpointError, ConfigError, OffloadError
+from .saving import SavedEngine
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -19,7 +19,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     be changed at any time and count from the next update. ``optimizer.engine`` is the engine.
     """
 
-    engine: OffloadEngine
+    engine: SavedEngine
 
     def __init__(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
         self._bound = False
@@ -27,7 +27,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             check_group(f"parameter group {index}", group)
 
-    def bind(self, engine: OffloadEngine) -> None:
+    def bind(self, engine: SavedEngine) -> None:
         """Gives the optimizer its engine; from now on the set of parameters is fixed."""
         self.engine = engine
         self._bound = True

@@ -48,11 +48,14 @@ class ResidentStates:
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self.buffers = [*buffers]
+        self.changed = set(range(len(buffers)))
+        """Chunks whose bytes are not those of the last commit."""
 
     def load(self, chunk: Chunk, *, needed_now: bool) -> tuple[torch.Tensor, Ticket]:
         return self.buffers[chunk.index], DoneTicket()
 
     def store(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
+        self.changed.add(chunk.index)
         return DoneTicket()
 
     def release(self, buffer: torch.Tensor) -> None:
@@ -69,7 +72,7 @@ class NvmeStates:
     """State planes in the swap store, and the ring of buffers that they pass through."""
 
     def __init__(self, store: SwapStore, ring: Sequence[torch.Tensor]) -> None:
-        self._store = store
+        self.swap = store
         self._free = list(ring)[::-1]
 
     def load(self, chunk: Chunk, *, needed_now: bool) -> tuple[torch.Tensor, Ticket] | None:
@@ -78,20 +81,20 @@ class NvmeStates:
         buffer = self._free.pop()
         try:
             priority = NEEDED_NOW if needed_now else AHEAD
-            return buffer, self._store.read_state(chunk, buffer, priority=priority)
+            return buffer, self.swap.read_state(chunk, buffer, priority=priority)
         except BaseException:
             self._free.append(buffer)
             raise
 
     def store(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
-        return self._store.write_state(chunk, buffer)
+        return self.swap.write_state(chunk, buffer)
 
     def release(self, buffer: torch.Tensor) -> None:
         self._free.append(buffer)
 
     def read(self, chunk: Chunk) -> torch.Tensor:
-        buffer = torch.empty(self._store.state_bytes(chunk), dtype=torch.uint8)
-        self._store.read_state(chunk, buffer, priority=NEEDED_NOW).wait()
+        buffer = torch.empty(self.swap.state_bytes(chunk), dtype=torch.uint8)
+        self.swap.read_state(chunk, buffer, priority=NEEDED_NOW).wait()
         return buffer
 
     def close(self) -> None:

@@ -121,8 +121,10 @@ class Placement:
     """Part of the optimizer state that stays on the device, in whole units, where the rest is at home in host
     memory (``ratio``)."""
     chunk_elements_max: int = CHUNK_ELEMENTS_MAX
+    chunk_elements: int | None = None
+    """Of chunks that are there already, in a store that is gone on from; None: the plan chooses."""
     generations: Literal[1, 2] = 1
-    """Complete states on nvme."""
+    """Complete states on nvme. With two, what is at home in memory has its place there too, for commits."""
     remedies: tuple[Remedy, ...] = ()
     """Settings to propose where memory is short, the smallest change first."""
 
@@ -140,6 +142,16 @@ class Placement:
     def has_device(self) -> bool:
         """Whether compute has memory of its own."""
         return self.device_bytes is not None
+
+    @property
+    def stores_weights(self) -> bool:
+        """Whether weights are in the swap files, at home or as committed."""
+        return self.param_home == "nvme" or self.generations == 2
+
+    @property
+    def stores_state(self) -> bool:
+        """Whether optimizer state is in the swap files, at home or as committed."""
+        return self.state_home == "nvme" or self.generations == 2
 
     @property
     def state_planes(self) -> tuple[PlaneSpec, ...]:
@@ -171,6 +183,8 @@ def placement_of(
     config: OffloadConfig, *, device_free_bytes: int | None = None, has_momentum: bool = False
 ) -> Placement:
     """What a configuration asks for, with the budgets of this machine where it says "auto".
+
+    One generation where that says "auto": `durability.choose_generations` knows better.
 
     Args:
         has_momentum: a parameter group has momentum, whatever the configuration says of SGD.
@@ -221,6 +235,7 @@ def placement_of(
         host_bytes=host_bytes,
         nvme_bytes=None if memory.nvme_bytes == "auto" else memory.nvme_bytes,
         chunk_elements_max=min(zero.sub_group_size or CHUNK_ELEMENTS_MAX, CHUNK_ELEMENTS_MAX),
+        generations=2 if config.durability.generations == 2 else 1,
         remedies=tuple(_remedies(config, update, rule, precision, has_device=has_device)),
     )
 
@@ -329,6 +344,11 @@ class SwapPaths:
     weights: frozenset[str]
     states: frozenset[str]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The directories."""
+        return tuple(path.path for path in self.all)
+
     def among(self, shares: Sequence[float], planes: Literal["weights", "states"]) -> list[float]:
         """Shares of all paths, reduced to those for one kind of plane; they add up to 1."""
         names: frozenset[str] = getattr(self, planes)
@@ -338,10 +358,13 @@ class SwapPaths:
 
 
 def swap_paths_of(config: OffloadConfig) -> SwapPaths | None:
-    """Where swap files go; None where nothing is homed on nvme."""
+    """Where swap files go; None where nothing is homed on nvme, and nothing is to be committed."""
     zero = config.zero_optimization
     weights, states = zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths
     found = {path.path: path for path in (*weights, *states)}
+    if not found and config.durability.generations == 2:
+        written = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
+        found = {path.path: path for path in written}
     if not found:
         return None
     names = (frozenset(path.path for path in paths) for paths in (weights, states))
@@ -349,7 +372,7 @@ def swap_paths_of(config: OffloadConfig) -> SwapPaths | None:
 
 
 def nvme_path_of(config: OffloadConfig) -> str | None:
-    """The first directory for swap files; None where nothing is homed on nvme."""
+    """The first directory for swap files; None where there are none."""
     paths = swap_paths_of(config)
     return None if paths is None else paths.all[0].path
 
@@ -368,10 +391,6 @@ def refuse_unbuilt(config: OffloadConfig) -> None:
     for block in ("offload_param", "offload_optimizer"):
         if getattr(zero, block).device == "auto":
             refuse(f"zero_optimization.{block}.device", "'auto'", "choose none, cpu or nvme")
-    if config.durability.generations == 2:
-        refuse(
-            "durability.generations", "a second generation", "use 1: the swap files do not outlive the run"
-        )
     if config.micro_batching == "per_unit":
         refuse("micro_batching", "'per_unit'", "use 'per_step'")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

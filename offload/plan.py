@@ -42,6 +42,7 @@ from .bytesize import GiB, align_up, format_bytes, round_up_bytes
 from .errors import PlanError
 from .inventory import ELEMENTS_ALIGNMENT, Inventory, UnitLayout
 from .placement import Placement
+from .plan_table import table
 from .schedule import PrefetchScheduler, steady_moves
 
 CHUNK_ELEMENTS_MIN = 1 << 16
@@ -61,7 +62,6 @@ UPDATE_SCRATCH_BYTES = 64 << 20
 GRAD_SUM_ELEMENTS = 16 << 10
 """Elements to a sum of squares; as in ``optim.kernels``."""
 
-LINKS = ("nvme_read", "nvme_write", "h2d", "d2h")
 LinkPlane = tuple[str, str]
 """A link and a plane: the key of a count of bytes, here and in the ledger."""
 
@@ -136,7 +136,9 @@ class MemoryPlan:
         largest_unit = max(unit.elements for unit in inventory.units)
         wanted = max(placement.chunk_elements_max, ELEMENTS_ALIGNMENT)
         sizes = [min(align_up(wanted, ELEMENTS_ALIGNMENT), largest_unit)]
-        while sizes[-1] > CHUNK_ELEMENTS_MIN:
+        if placement.chunk_elements is not None:
+            sizes = [placement.chunk_elements]
+        while placement.chunk_elements is None and sizes[-1] > CHUNK_ELEMENTS_MIN:
             sizes.append(align_up(sizes[-1] // 2, ELEMENTS_ALIGNMENT))
         units = len(inventory.units)
         for weight_slots, grad_slots in ((4, 2), (3, 2), (3, 1), (2, 1)):
@@ -164,10 +166,10 @@ class MemoryPlan:
         return replace(self, chunk_slots=slots)
 
     def _fits(self) -> bool:
-        return all(budget is None or self.bytes_total(tier) <= budget for tier, budget in self._budgets)
+        return all(budget is None or self.bytes_total(tier) <= budget for tier, budget in self.budgets)
 
     @property
-    def _budgets(self) -> tuple[tuple[str, int | None], ...]:
+    def budgets(self) -> tuple[tuple[str, int | None], ...]:
         placement = self.placement
         return (
             ("device", placement.device_bytes), ("host", placement.host_bytes), ("nvme", placement.nvme_bytes),
@@ -183,7 +185,7 @@ class MemoryPlan:
         placement = self.placement
         problems, budgets = [], []
         names = {"device": "device memory", "host": "host memory", "nvme": "the nvme tier"}
-        for tier, budget in self._budgets:
+        for tier, budget in self.budgets:
             need, name = self.bytes_total(tier), names[tier]
             if budget is not None and need > budget:
                 least = "" if tier == "nvme" else "at least "
@@ -245,15 +247,17 @@ class MemoryPlan:
 
     def _weight_lines(self) -> Iterator[PlanLine]:
         placement, whole = self.placement, self.inventory.weight_bytes
+        if placement.stores_weights:
+            saved = "weights" if placement.param_home == "nvme" else "weights, as committed"
+            yield PlanLine("nvme", saved, 1, whole)
+            if placement.generations == 2:
+                again = self.inventory.elements * self.inventory.weight_itemsize
+                yield PlanLine("nvme", "weights, second generation", 1, again)
         if self.weights_stay:
             yield PlanLine("device" if placement.has_device else "host", "weights", 1, whole)
             return
         if placement.param_home == "nvme":
             yield PlanLine("host", "weight slots", self.weight_slots, self._slot_bytes_max)
-            yield PlanLine("nvme", "weights", 1, whole)
-            if placement.generations == 2:
-                again = self.inventory.elements * self.inventory.weight_itemsize
-                yield PlanLine("nvme", "weights, second generation", 1, again)
         else:
             yield PlanLine("host", "weights", 1, whole)
         if placement.param_home == "device":
@@ -285,8 +289,11 @@ class MemoryPlan:
             home = tier if tier == "device" else placement.state_home
             size = self.state_bytes(units)
             yield PlanLine(home, "optimizer state", 1, size)
-            if home == "nvme" and placement.generations == 2:
-                yield PlanLine(home, "state, second generation", 1, size)
+        if placement.generations == 2:
+            size = self.state_bytes(self.inventory.units)
+            if placement.state_home != "nvme":
+                yield PlanLine("nvme", "state, as committed", 1, size)
+            yield PlanLine("nvme", "state, second generation", 1, size)
         if self.on_device:
             yield PlanLine("device", "update scratch", 1, UPDATE_SCRATCH_BYTES)
 
@@ -420,10 +427,13 @@ class MemoryPlan:
             moved["nvme_write", "residual"] += self.inventory.elements * self.placement.residual_itemsize
         return +moved
 
-    def bytes_moved(self, steps: int) -> Counter[LinkPlane]:
+    def bytes_moved(self, steps: int, *, goes_on: bool = False) -> Counter[LinkPlane]:
         """Bytes per link and plane in the first `steps` steps, of a model that uses its units in order.
 
-        The first step reads no moments (they are zeros) and finds no weights present.
+        The first step finds no weights present, and reads no moments (they are zeros).
+
+        Args:
+            goes_on: from steps of another process: there are moments.
         """
         moved: Counter[LinkPlane] = Counter()
         if steps < 1:
@@ -431,7 +441,7 @@ class MemoryPlan:
         if self.placement.state_home == "nvme":
             planes = (self.plane_bytes(unit.elements) for unit in self.inventory.units)
             for name, size in sum(planes, Counter[str]()).items():
-                moved["nvme_read", name] += size * (steps if name == "residual" else steps - 1)
+                moved["nvme_read", name] += size * (steps if goes_on or name == "residual" else steps - 1)
                 moved["nvme_write", name] += size * steps
         if not self.weights_stay:
             moved += self._weights_moved(steps)
@@ -464,43 +474,4 @@ class MemoryPlan:
 
     def report(self) -> str:
         """The plan as a table: a line for each purpose, the sums, and what a step moves."""
-        inventory, placement = self.inventory, self.placement
-        trainable = inventory.trainable_parameters
-        share = "all" if trainable == inventory.parameters else f"{trainable / 1e6:,.1f} M"
-        rows = [
-            f"{inventory.parameters / 1e6:,.1f} M parameters in {len(inventory.units)} units,"
-            f" {share} trainable; {placement.precision}, optimizer state in {placement.state_format},"
-            f" update in {placement.update},"
-            f" {len(self.chunks)} chunks of up to {self.chunk_elements / 1e6:.2f} M elements"
-        ]
-        for tier, budget in self._budgets:
-            lines = [line for line in self.lines if line.tier == tier]
-            for line in lines:
-                pieces = f"{line.count} x {format_bytes(line.size)}" if line.count != 1 else ""
-                rows.append(f"  {tier}  {line.purpose:27} {pieces:>14} {format_bytes(line.total):>10}")
-            if lines:
-                limit = f" of {format_bytes(budget)}" if budget is not None else ""
-                least = self.smallest.bytes_total(tier)
-                if least < self.bytes_total(tier):
-                    limit += f'; "{round_up_bytes(least)}" would do, more slowly'
-                rows.append(f"  {tier}  {'in all':42} {format_bytes(self.bytes_total(tier)):>10}{limit}")
-        return "\n".join((*rows, *self._traffic_rows()))
-
-    def _traffic_rows(self) -> Iterator[str]:
-        steady = self.bytes_moved(4) - self.bytes_moved(3)
-        if not steady:
-            yield "  no plane is homed away from where it is used: a step moves nothing"
-            return
-        links = [link for link in LINKS if any(link == key[0] for key in steady)]
-        heads = "".join(f" {link:>{max(10, len(link) + 1)}}" for link in links)
-        yield f"  {'bytes per step':21}{heads} {'per parameter':>14}"
-        for name in (*dict.fromkeys(plane for _, plane in sorted(steady)), "in all"):
-            sizes = [
-                sum(size for key, size in steady.items() if key[0] == link and name in (key[1], "in all"))
-                for link in links
-            ]
-            cells = "".join(
-                f" {format_bytes(size):>{max(10, len(link) + 1)}}"
-                for link, size in zip(links, sizes, strict=True)
-            )
-            yield f"  {name:21}{cells} {sum(sizes) / self.inventory.trainable_parameters:>12.2f} B"
+        return table(self)

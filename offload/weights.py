@@ -188,26 +188,26 @@ class HostSlots:
     is_home = False
 
     def __init__(self, slots: Sequence[torch.Tensor], store: SwapStore, plan: MemoryPlan) -> None:
-        self.slots, self._store = slots, store
+        self.slots, self.swap = slots, store
         self._sizes = [unit.weight_bytes for unit in plan.inventory.units]
 
     def of(self, unit: int, slot: int) -> torch.Tensor:
         return self.slots[slot][: self._sizes[unit]]
 
     def fetch(self, unit: int, slot: int, priority: int) -> Ticket:
-        return self._store.read_weight(unit, self.slots[slot], priority=priority)
+        return self.swap.read_weight(unit, self.slots[slot], priority=priority)
 
     def store(self, unit: int, slot: int, begin: int, end: int) -> Ticket:
-        return self._store.write_weight(unit, self.slots[slot], begin, end)
+        return self.swap.write_weight(unit, self.slots[slot], begin, end)
 
     def buffer(self, unit: int) -> torch.Tensor:
         return self.of(unit, 0)
 
     def bring(self, unit: int, plane: torch.Tensor) -> Ticket:
-        return self._store.write_weight(unit, plane, 0, plane.numel())
+        return self.swap.write_weight(unit, plane, 0, plane.numel())
 
     def bring_back(self, unit: int, plane: torch.Tensor) -> None:
-        self._store.read_weight(unit, plane).wait()
+        self.swap.read_weight(unit, plane).wait()
 
 
 class StreamedWeights:

@@ -82,6 +82,16 @@ class Accelerator(Protocol):
     def peak_bytes(self) -> int:
         """The most bytes of device memory in use at once until now, by tensors of this process."""
 
+    def random_state(self) -> torch.Tensor | None:
+        """Of the device's generator of random numbers (uint8, in host memory); None where it is torch's of the CPU."""
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Makes the generator go on from what :meth:`random_state` gave.
+
+        Raises:
+            RuntimeError, TypeError: it is none of this kind of device.
+        """
+
     def close(self) -> None:
         """Waits until every stream is empty. Idempotent."""
 

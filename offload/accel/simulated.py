@@ -235,6 +235,12 @@ class SimulatedAccelerator:
     def peak_bytes(self) -> int:
         return self._peak
 
+    def random_state(self) -> None:
+        return None
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        raise RuntimeError("a simulated device draws from the CPU's generator")
+
     def close(self) -> None:
         if self._is_open:
             self._is_open = False

@@ -96,6 +96,13 @@ class TorchAccelerator:
     def peak_bytes(self) -> int:
         return int(self._api.max_memory_allocated(self.device))
 
+    def random_state(self) -> torch.Tensor:
+        state: torch.Tensor = self._api.get_rng_state(self.device)
+        return state
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        self._api.set_rng_state(state, self.device)
+
     def close(self) -> None:
         """Waits for the whole device: memory that is freed next may be given to any stream."""
         self._streams.clear()

@@ -16,10 +16,12 @@ import typer
 
 from .. import machine, metrics
 from ..config import BatchSizes, OffloadConfig
+from ..durability import choose_generations
 from ..errors import ConfigError
 from ..models.documents import find_files
 from ..placement import Placement, placement_of, refuse_unbuilt, swap_paths_of
 from ..plan import MemoryPlan
+from .commits import SAVE_EVERY, RunRecord, check_record
 from .device import device_free_bytes
 from .failures import StopSignals
 from .memory import limit_hoarding
@@ -43,6 +45,10 @@ class Request:
     tokenizer: Path | None
     seed: int
     quiet: bool
+    save_every: int = SAVE_EVERY
+    resume: bool = False
+    restart: bool = False
+    previous: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +65,15 @@ class Job:
     tokenizer: Path | None
     placement: Placement
     out: OutDirectory
+    going_on: Path | None
+    """The swap directory of the run that is gone on with; None for a new one."""
+    generations: str
+    """Why there is one generation, or why there are two; empty where the configuration says so."""
+
+    @property
+    def record(self) -> RunRecord:
+        """Where the run says in which swap directory it is committed."""
+        return RunRecord(self.out.path)
 
     @property
     def tokens_per_step(self) -> int:
@@ -81,7 +96,7 @@ def run(request: Request) -> None:
                 display.say(f"  {line}")
             for line in _tuned(job.config):
                 display.say(line)
-            for note in job.config.notes:
+            for note in (*job.config.notes, *filter(None, [job.generations])):
                 display.say(f"note: {note}")
         import torch  # noqa: F401  # the two seconds it takes are spent when the command is known to make sense
 
@@ -110,14 +125,22 @@ def check(request: Request) -> Job:
     if not any(file.size for file in find_files(request.data)):
         raise ConfigError(f"data {request.data} is empty; give a file or folder with text in it")
     out = OutDirectory(request.out or Path("runs", request.config_path.stem))
+    going_on = check_record(out.path, resumes=request.resume, restarts=request.restart)
+    if request.previous and not request.resume:
+        raise ConfigError("--previous says from which commit --resume goes on; give both")
     if request.export is not None:
         check_export(request.export)
     placement = placement_of(config, device_free_bytes=device_free_bytes(config, is_here=True))
     memory = replace(config.memory, host_bytes=placement.host_bytes)
     if placement.device_bytes is not None:
         memory = replace(memory, device_bytes=placement.device_bytes)
-    known = replace(config, memory=memory)
-    MemoryPlan.build(placement, inventory_of(config, source, source.shapes(), request.seq))
+    inventory = inventory_of(config, source, source.shapes(), request.seq)
+    placement, chosen = choose_generations(config, placement, inventory)
+    durability = replace(config.durability, generations=placement.generations)
+    if going_on is not None:
+        chosen, durability = "", replace(durability, generations=2)
+    known = replace(config, memory=memory, durability=durability)
+    MemoryPlan.build(placement, inventory)
     return Job(
         request=request,
         config=known,
@@ -127,6 +150,8 @@ def check(request: Request) -> Job:
         tokenizer=tokenizer,
         placement=placement,
         out=out,
+        going_on=going_on,
+        generations=chosen,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .commits import SAVE_EVERY
 from .failures import Failures
 
 app = typer.Typer(
@@ -36,6 +37,14 @@ ModelOption = Annotated[
         metavar="DIR|preset:NAME",
         help="A model directory saved by transformers, or a decoder with random weights: preset:demo, 10m,"
         " 25m, 50m, 125m, 350m, 1b, 3b, 7b, 8b, 13b, 30b, 70b.",
+        show_default=False,
+    ),
+]
+HeldArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="A swap directory of a run (offload-*), a checkpoint, or a directory that holds some of them.",
         show_default=False,
     ),
 ]
@@ -110,6 +119,28 @@ def finetune(
         int,
         typer.Option(min=0, metavar="N", help="Of a preset's first weights and of the order of the data."),
     ] = 0,
+    save_every: Annotated[
+        int,
+        typer.Option(
+            "--save-every",
+            min=0,
+            metavar="N",
+            help="Commit after every N steps, and the last, where the swap files keep two generations"
+            " (durability.generations); 0: never.",
+        ),
+    ] = SAVE_EVERY,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last commit of the run in --out.")
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Give up what a run in --out has committed, and begin anew.")
+    ] = False,
+    previous: Annotated[
+        bool,
+        typer.Option(
+            "--previous", help="With --resume: go on from the commit before the last one, for good."
+        ),
+    ] = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Only plain lines of progress and the result.")
     ] = False,
@@ -118,7 +149,7 @@ def finetune(
     """Train a model on text. What it needs is checked, and printed as a plan, before anything starts.
 
     Ends with a report of what moved, what waited and how much memory was used, and the same as report.json.
-    Ctrl-C stops at once and removes the swap files.
+    Ctrl-C stops at once; what was committed stays in the swap directory, for --resume, until the model is exported.
     """
     with Failures(traceback):
         from .finetune import Request, run
@@ -136,6 +167,10 @@ def finetune(
                 tokenizer=tokenizer,
                 seed=seed,
                 quiet=quiet,
+                save_every=save_every,
+                resume=resume,
+                restart=restart,
+                previous=previous,
             )
         )
 
@@ -245,6 +280,96 @@ def doctor(
         from .doctor import run
 
         run(paths or [], as_json=as_json)
+
+
+@app.command()
+def inspect(
+    directory: HeldArgument,
+    params: Annotated[bool, typer.Option("--params", help="List every parameter.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything that is known as JSON, and nothing else.")
+    ] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Show what a swap store or a checkpoint holds: which model, from when, how much, and where.
+
+    Reads what it says of itself, takes no lock and changes nothing: it may be used beside the run. `verify` reads the
+    data too. Exit status 1 where a part of what is there cannot be read.
+    """
+    with Failures(traceback):
+        from .inspect import Request, run
+
+        run(Request(path=directory, params=params, json=as_json))
+
+
+@app.command()
+def verify(
+    directory: HeldArgument,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")
+    ] = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Read everything that a swap store or a checkpoint names, and hold it against its checksums.
+
+    Changes nothing, and may be used beside the run. Exit status 1 where something is damaged: each piece is named
+    with its parameters, file and offset.
+    """
+    with Failures(traceback):
+        from .verify import Request, run
+
+        run(Request(path=directory, json=as_json, quiet=quiet))
+
+
+@app.command()
+def export(
+    directory: HeldArgument,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A new directory for the model.", show_default=False)
+    ],
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="fp32 (the exact weights that were trained), bf16 or fp16. Default: the type they are computed in.",
+            show_default=False,
+        ),
+    ] = None,
+    only_trained: Annotated[
+        bool,
+        typer.Option("--only-trained", "--exclude-frozen", help="Leave out frozen weights: adapters alone."),
+    ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="The model that it was trained from: its config.json and tokenizer are copied. Default: what the"
+            " checkpoint knows.",
+            show_default=False,
+        ),
+    ] = None,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Write the weights of a checkpoint, or of a run that has ended, as safetensors that transformers opens.
+
+    Needs neither the model's class nor the configuration of the run, and memory for one tensor. OUT appears when it is
+    complete.
+    """
+    with Failures(traceback):
+        from .export import Request, run
+
+        run(
+            Request(
+                path=directory,
+                out=out,
+                dtype=dtype,
+                only_trained=only_trained,
+                model=model,
+                quiet=quiet,
+            )
+        )
 
 
 bench = typer.Typer(help="Measure a part of the engine on this machine.", no_args_is_help=True)

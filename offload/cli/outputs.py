@@ -64,11 +64,11 @@ class OutDirectory:
         return path
 
 
-def check_export(path: Path) -> None:
-    """Raises ConfigError where a model cannot be written to ``path`` at the end of the run."""
-    check_writable(path, "--export")
+def check_export(path: Path, option: str = "--export") -> None:
+    """Raises ConfigError where a model cannot be written to ``path``, given as ``option``."""
+    check_writable(path, option)
     if path.is_dir() and any(path.iterdir()):
-        raise ConfigError(f"--export {path}: exists and is not empty; give another directory")
+        raise ConfigError(f"{option} {path}: exists and is not empty; give another directory")
 
 
 def check_writable(path: Path, option: str) -> None:

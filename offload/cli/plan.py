@@ -13,6 +13,7 @@ import typer
 
 from ..bytesize import format_bytes
 from ..config import OffloadConfig
+from ..durability import choose_generations
 from ..errors import ConfigError
 from ..placement import placement_of, refuse_unbuilt
 from ..plan import MemoryPlan
@@ -39,14 +40,21 @@ def show_plan(
     source = open_source(model)
     check_seq(source, seq)
     placement = placement_of(config, device_free_bytes=device_free_bytes(config, is_here=False))
-    plan = MemoryPlan.build(placement, inventory_of(config, source, source.shapes(), seq))
+    inventory = inventory_of(config, source, source.shapes(), seq)
+    placement, chosen = choose_generations(config, placement, inventory)
+    plan = MemoryPlan.build(placement, inventory)
     tokens = batch.train * seq
     typer.echo(
         f"{source.name} with {config_path}:"
         f" {steps} steps of {batch.micro} x {batch.accumulation} sequences of {seq} tokens"
     )
     typer.echo(plan.report())
-    for line in (*plan_notes(plan.inventory), *_units(plan), *_drive(plan, steps, tokens, gb_per_second)):
+    for line in (
+        *filter(None, [chosen]),
+        *plan_notes(plan.inventory),
+        *_units(plan),
+        *_drive(plan, steps, tokens, gb_per_second),
+    ):
         typer.echo(line)
 
 

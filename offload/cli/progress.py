@@ -47,10 +47,14 @@ class Figures:
 class Meter:
     """Turns the ledger and the clock into figures. Reads; waits for nothing and moves nothing."""
 
-    def __init__(self, ledger: Ledger, *, steps: int, tokens_per_step: int) -> None:
+    def __init__(self, ledger: Ledger, *, steps: int, tokens_per_step: int, first: int = 0) -> None:
+        """
+        Args:
+            first: steps that other processes have made.
+        """
         self._ledger, self._steps, self._tokens_per_step = ledger, steps, tokens_per_step
         self._begin = self._shown_at = time.perf_counter()
-        self._shown_step = 0
+        self._first = self._shown_step = first
         self._shown_bytes: Counter[str] = Counter()
 
     @property
@@ -74,7 +78,7 @@ class Meter:
             tokens_per_second=tokens / seconds,
             gb_per_second=rates,
             rss_bytes=metrics.rss_bytes(),
-            seconds_left=(now - self._begin) / step * (self._steps - step),
+            seconds_left=(now - self._begin) / (step - self._first) * (self._steps - step),
         )
 
 

@@ -17,8 +17,10 @@ from ..models.text import TextDataset, load_tokenizer
 from ..optimizer import OffloadOptimizer
 from ..placement import swap_paths_of
 from ..plan import MemoryPlan
+from ..saving import SavedEngine
 from ..store import SwapDirectory
 from .building import build, fill_later, hf_config, shapes_of
+from .commits import Commits, give_up
 from .failures import Stopped, StopSignals, describe
 from .memory import give_back, keep_compiler_out
 from .progress import Display, Meter
@@ -49,30 +51,44 @@ def finetune(job: Job, display: Display, signals: StopSignals, *, rss_start_byte
         raise
     engine = optimizer.engine
     account = Account(request.steps, job.tokens_per_step, rss_start_bytes, [])
+    account.first_step = engine.global_steps + engine.skipped_steps
+    commits = Commits(engine, every=request.save_every, last=request.steps)
     try:
-        _train(job, display, signals, model, optimizer, dataset, account)
+        _train(job, display, signals, model, optimizer, dataset, account, commits)
         engine.report()
         _write_report(job, display, optimizer, account)
         if request.export is not None:
             with display.task(f"exporting to {request.export}"):
                 _export(job, model, optimizer)
             display.say(f"the model is in {request.export}")
+            engine.discard()
+            job.record.remove()
+        elif commits.step is not None:
+            display.say(_kept(job, engine, commits))
     except (Stopped, Exception) as error:
-        engine.close()  # first: whatever else fails, no swap file stays
+        engine.close()  # first: whatever else fails, no swap file stays but of a commit
         account.stopped_by = error.name if isinstance(error, Stopped) else describe(error)
         with contextlib.suppress(OSError):  # the report of a failed run must not hide why it failed
             _write_report(job, display, optimizer, account)
+        done = account.first_step + engine.ledger.steps
+        after = f"after {done} of {request.steps} steps; {_kept(job, engine, commits)}"
         if isinstance(error, Stopped):
-            done = engine.ledger.steps
-            _say_stopped(
-                display,
-                error,
-                f"after {done} of {request.steps} steps; the trained weights are lost, as nothing is saved"
-                f" before the end; swap files are removed, {job.out.path}/report.json is kept",
-            )
+            _say_stopped(display, error, f"{after}; {job.out.path}/report.json is kept")
+        elif commits.step is not None:
+            display.say(f"the run has ended {after}")
         raise
     finally:
         engine.close()
+
+
+def _kept(job: Job, engine: SavedEngine, commits: Commits) -> str:
+    """What is left of a run that has not been exported."""
+    if commits.step is None:
+        return "the trained weights are lost, as nothing was committed; swap files are removed"
+    return (
+        f"{engine.commits_to} keeps the state after step {commits.step}: the same command goes on from there with"
+        " --resume, and --restart gives it up"
+    )
 
 
 def _say_stopped(display: Display, stopped: Stopped, what: str) -> None:
@@ -83,7 +99,10 @@ def _open_data(job: Job, display: Display) -> TextDataset:
     """Tokenises the data into the out directory, or finds it there."""
     request = job.request
     check_schedule(job.config, total_steps=request.steps)
-    _check_swap_path(job)
+    if job.going_on is None:
+        if request.restart:
+            give_up(job.out.path)
+        _check_swap_path(job)
     tokenizer = load_tokenizer(job.tokenizer)
     if isinstance(job.source, PresetSource):
         keep_compiler_out()  # transformers, which the other source needs, loads it in any case
@@ -130,7 +149,7 @@ def _prepare(job: Job, display: Display) -> tuple[nn.Module, OffloadOptimizer]:
     request = job.request
     model, read = build(job.source, seed=request.seed)
     inventory = inventory_of(job.config, job.source, shapes_of(model), request.seq)
-    if not request.quiet:
+    if not request.quiet and job.going_on is None:
         display.say(f"plan of {job.source.name}")
         display.say(MemoryPlan.build(job.placement, inventory).report())
         for note in plan_notes(inventory):
@@ -143,7 +162,16 @@ def _prepare(job: Job, display: Display) -> tuple[nn.Module, OffloadOptimizer]:
             job.config,
             activation_bytes=inventory.activation_bytes,
             library_bytes=inventory.library_bytes,
+            resume=job.going_on or False,
+            previous=request.previous,
         )
+    engine = optimizer.engine
+    if job.going_on is not None:
+        display.say(f"going on after step {engine.global_steps}, from {engine.commits_to}")
+        if not request.quiet:
+            display.say(engine.plan.report())
+    if engine.commits_to is not None and request.save_every:
+        job.record.write(engine.commits_to)
     give_back()
     return model, optimizer
 
@@ -156,13 +184,16 @@ def _train(
     optimizer: OffloadOptimizer,
     dataset: TextDataset,
     account: Account,
+    commits: Commits,
 ) -> None:
-    steps, ledger, device = job.request.steps, optimizer.engine.ledger, optimizer.engine.device
+    engine, steps, first = optimizer.engine, job.request.steps, account.first_step
+    ledger, device = engine.ledger, engine.device
     scheduler = build_scheduler(job.config, optimizer, total_steps=steps)
+    engine.attach(data=dataset, **({} if scheduler is None else {"scheduler": scheduler}))
     read_before, written_before = metrics.storage_bytes()
-    meter = Meter(ledger, steps=steps, tokens_per_step=job.tokens_per_step)
+    meter = Meter(ledger, steps=steps, tokens_per_step=job.tokens_per_step, first=first)
     with display.training(steps) as show:
-        for step in range(1, steps + 1):
+        for step in range(first + 1, steps + 1):
             refused = ledger.skipped_steps
             losses = [
                 _micro_step(model, dataset.next_batch(), job.batch.accumulation, device)
@@ -177,6 +208,7 @@ def _train(
             read, written = metrics.storage_bytes()
             account.storage_bytes = (read - read_before, written - written_before)
             signals.check()
+            commits.after(step)
             if display.wants(step, steps):
                 show(meter.figures(step, account.losses[-1]))
 

@@ -109,12 +109,18 @@ def _check_batch(config: OffloadConfig, report: Report) -> None:
 def _check_placement(config: OffloadConfig, given: dict[str, Any], report: Report) -> None:
     zero = config.zero_optimization
     blocks = ((_PARAM, zero.offload_param), (_OPTIMIZER, zero.offload_optimizer))
+    commits = config.durability.generations == 2
+    if commits and not any(block.nvme_path for _, block in blocks):
+        report.problem(
+            "durability.generations",
+            f"2 needs swap files to commit to; write a directory as {_OPTIMIZER}.nvme_path",
+        )
     for path, block in blocks:
         if block.device == "nvme" and not block.nvme_path and report.is_clean(f"{path}.nvme_path"):
             report.problem(
                 f"{path}.nvme_path", 'is needed for the device "nvme"; write a directory on the drive'
             )
-        _note_idle(path, block.device, block_at(given, path) or {}, report)
+        _note_idle(path, block.device, block_at(given, path) or {}, report, commits=commits)
     if zero.offload_param.device != "none" and zero.stage != 3 and report.is_clean(f"{_ZERO}.stage"):
         report.problem(
             _PARAM,
@@ -133,14 +139,14 @@ def _check_placement(config: OffloadConfig, given: dict[str, Any], report: Repor
             f'{zero.offload_optimizer.ratio:g} is for the device "cpu"; write 1, and set memory.host_bytes '
             "to keep part of the state in host memory",
         )
-    if given.get("aio") and all(block.device in ("none", "cpu") for _, block in blocks):
+    if given.get("aio") and not commits and all(block.device in ("none", "cpu") for _, block in blocks):
         report.note("aio", "has no effect; no device is nvme")
 
 
-def _note_idle(path: str, device: str, written: dict[str, Any], report: Report) -> None:
-    """Settings of an offload block that its device does not use."""
+def _note_idle(path: str, device: str, written: dict[str, Any], report: Report, *, commits: bool) -> None:
+    """Settings of an offload block that its device does not use. ``commits``: two generations are asked for."""
     idle = {"none": (*_NVME_ONLY, *_OFFLOAD_ONLY), "cpu": _NVME_ONLY}.get(device, ())
-    found = [key for key in idle if written.get(key) is not None]
+    found = [key for key in idle if written.get(key) is not None and not (commits and key == "nvme_path")]
     if found:
         have = "has" if len(found) == 1 else "have"
         report.note(path, f"the device is {show(device)}, so {' and '.join(found)} {have} no effect")

@@ -24,7 +24,7 @@ class _Offload:
     auto ours."""
     nvme_path: Annotated[tuple[SwapPath, ...], SwapPaths()] = ()
     """Directory for swap files, or several to stripe over, each with an optional weight. Never opened unless
-    the device is nvme or auto. As DeepSpeed; the list is ours."""
+    the device is nvme or auto, or durability.generations is 2. As DeepSpeed; the list is ours."""
     pin_memory: bool = True
     """Page-lock host memory for faster copies to the accelerator. As DeepSpeed."""
 
@@ -125,9 +125,10 @@ class Durability:
     """``durability``: what survives a crash, and at what price. Ours."""
 
     generations: Annotated[Literal["auto", 1, 2], Choice("auto", 1, 2)] = "auto"
-    """Complete states on disk: 2 can resume after a crash at any moment; 1 halves the space and cannot.
-    Ours."""
+    """Complete states on disk: 2 can resume after a crash at any moment; 1 halves the space and cannot; auto: 2
+    where optimizer state is at home on nvme and there is room. Ours."""
     verify: Literal["off", "resume", "always"] = "resume"
     """When checksums of swapped data are checked: never, when a run resumes, or at every read. Ours."""
     write_bytes_per_second: Annotated[int | None, Bytes()] = None
-    """Upper bound on the writes to each path, to spare a drive; absent: none. Ours."""
+    """Upper bound on what a commit writes of state and weights at home in memory, over all paths; absent: none.
+    Ours."""

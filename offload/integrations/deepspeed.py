@@ -22,7 +22,6 @@ goes on with it. A window with a gradient that is not finite is refused as a who
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from ..api import ConfigLike, prepare
 from ..config import BatchSizes, OffloadConfig
@@ -41,19 +40,17 @@ from ..ledger import Ledger
 from ..optimizer import OffloadOptimizer
 from ..placement import refuse_unbuilt
 from ..plan import MemoryPlan
+from ..resuming import Where
+from ..saving import Elsewhere
 from . import saving
 from .client import ClientOptimizer, bind_scheduler, check_scheduler, read_optimizer
+from .counts import EngineCounts
+from .loading import make_loader
 from .schedulers import build_scheduler, check_schedule
 
 logger = logging.getLogger("offload")
 
-_STATE_INSTEAD = (
-    "save the weights with engine.export(path) or torch.save(engine.state_dict(), file), and the schedule"
-    " with engine.lr_scheduler.state_dict(); the optimizer's moments cannot be saved yet"
-)
 _NOT_BUILT = {
-    "save_checkpoint": _STATE_INSTEAD,
-    "load_checkpoint": "engine.load_state_dict() reads weights; the optimizer's moments start anew",
     "set_train_batch_size": "write the batch sizes into the configuration, before initialize",
     "compile": "call torch.compile on the model's parts before initialize",
 }
@@ -76,6 +73,8 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: ConfigLike | None = None,
     config_params: ConfigLike | None = None,
+    *,
+    resume: Where = False,
 ) -> tuple[TrainingEngine, OffloadOptimizer, DataLoader[Any] | None, Any]:
     """Takes over a model as ``deepspeed.initialize`` does. See Note [Who counts micro-batches].
 
@@ -93,6 +92,7 @@ def initialize(
         mpu: refused.
         collate_fn: for the DataLoader.
         config, config_params: a dict, a path, JSON text, or an OffloadConfig.
+        resume: as :func:`offload.prepare` takes it.
 
     Returns:
         The engine, its optimizer, the DataLoader or None, the scheduler or None.
@@ -107,7 +107,7 @@ def initialize(
         raise ConfigError(f"model: a torch.nn.Module is needed, got {type(model).__name__}")
     sizes = settings.resolve_batch(1)
     refuse_unbuilt(settings)
-    loader = _loader(training_data, settings, sizes, collate_fn)
+    loader = make_loader(training_data, settings, sizes, collate_fn)
     params: list[Any] | None = None if model_parameters is None else list(model_parameters)
     client = None
     if optimizer is not None:
@@ -123,7 +123,7 @@ def initialize(
             logger.info("the program's scheduler is used; the configuration's scheduler block has no effect")
     else:
         check_schedule(settings, total_steps=None)
-    _, ours = prepare(model, settings, params)
+    _, ours = prepare(model, settings, params, resume=resume)
     try:
         if lr_scheduler is None:
             schedule = build_scheduler(settings, ours, total_steps=None)
@@ -166,6 +166,9 @@ class TrainingEngine:
         self._forwards = 0  # forwards in it that a backward may follow
         if client is not None:
             self._engine.on_close(client.retire())
+        if callable(getattr(lr_scheduler, "state_dict", None)):
+            self._engine.attach(scheduler=lr_scheduler)
+        self._engine.attach(counts=EngineCounts(self))
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -323,7 +326,7 @@ class TrainingEngine:
     @property
     def skipped_steps(self) -> int:
         """Steps refused because a gradient was not finite."""
-        return self._engine.ledger.skipped_steps
+        return self._engine.skipped_steps
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group, with which the next step will be taken."""
@@ -412,6 +415,51 @@ class TrainingEngine:
         self._check_open()
         saving.export_model(self._engine, self.module, path, dtype)
 
+    # -- saving and going on ------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path | None = None,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        keep_last: int | None = None,
+    ) -> bool:
+        """As ``OffloadEngine.save_checkpoint``: the schedule and an unfinished window are saved too. True."""
+        self._check_open()
+        how = Elsewhere(exclude_frozen=exclude_frozen_parameters, keep_last=keep_last, latest=save_latest)
+        self._engine.save_checkpoint(save_dir, tag, client_state, elsewhere=how)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path | None = None,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """As ``OffloadEngine.load_checkpoint``; where there is nothing to load, None and no client state.
+
+        Args:
+            load_optimizer_states: False takes nothing but weights, as ``load_module_only``.
+            load_lr_scheduler_states: False only where nothing but weights is taken.
+        """
+        self._check_open()
+        return saving.load_checkpoint(
+            self._engine,
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            weights_only=load_module_only or not load_optimizer_states,
+            schedule=load_lr_scheduler_states,
+            custom_load_fn=custom_load_fn,
+        )
+
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_BUILT:
             raise NotBuiltError(f"engine.{name}() is not built yet; {_NOT_BUILT[name]}")
@@ -448,31 +496,3 @@ def _settings(args: Any, config: ConfigLike | None, config_params: ConfigLike | 
     if any(other != first for other in given.values()):
         raise ConfigError(f"{' and '.join(given)} are different configurations; give one")
     return first
-
-
-def _loader(
-    dataset: Any,
-    settings: OffloadConfig,
-    sizes: BatchSizes,
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> DataLoader[Any] | None:
-    if dataset is None:
-        return None
-    make: Callable[..., DataLoader[Any]] = functools.partial(
-        DataLoader,
-        dataset,
-        batch_size=sizes.micro,
-        collate_fn=collate_fn,
-        drop_last=settings.dataloader_drop_last,
-    )
-    if isinstance(dataset, IterableDataset):
-        return make()
-    has_both = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if isinstance(dataset, DataLoader) or not has_both:
-        raise ConfigError(
-            f"training_data: a {type(dataset).__name__} is no dataset; give one with __getitem__ and __len__,"
-            " or leave it out and keep your own loader"
-        )
-    if len(dataset) == 0:
-        raise ConfigError("training_data: the dataset is empty")
-    return make(shuffle=True, generator=torch.Generator().manual_seed(settings.seed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,13 @@ from .. import checkpoint, metrics
 from ..access import read_weight
 from ..bytesize import format_bytes
 from ..engine import OffloadEngine
-from ..errors import ConfigError, OffloadError, StoreError
-from ..models.pretrained import persistent_buffers
+from ..errors import ConfigError, NoCheckpointError, OffloadError, StoreError
+from ..models.pretrained import config_of, persistent_buffers
 from ..models.safetensors_file import write_file
 from ..partition import StoredParam
+from ..saving import SavedEngine
+
+logger = logging.getLogger("offload")
 
 
 def export_model(
@@ -27,7 +31,7 @@ def export_model(
     path = Path(path)
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"export: weights cannot be written as {dtype}; give a floating-point type")
-    config = _config_of(module)
+    config = config_of(module)
     if config is not None:
         config["dtype"] = str(dtype or engine.partition.dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)  # what dtype was called before
@@ -72,6 +76,33 @@ def write_pickle(engine: OffloadEngine, module: nn.Module, file: Path, *, exclud
         torch.save(state, temporary.path)
 
 
+def load_checkpoint(
+    engine: SavedEngine,
+    directory: str | Path | None,
+    tag: str | None,
+    *,
+    strict: bool,
+    weights_only: bool,
+    schedule: bool,
+    custom_load_fn: Any,
+) -> tuple[str | None, dict[str, Any]]:
+    """As ``SavedEngine.load_checkpoint``, with what DeepSpeed's has besides; None where there is nothing to load."""
+    if custom_load_fn is not None:
+        raise ConfigError(
+            "load_checkpoint: custom_load_fn is not called; write weights inside offload.gather"
+        )
+    if not schedule and not weights_only:
+        raise ConfigError(
+            "load_checkpoint: the optimizer's state is taken over with its schedule; leave load_lr_scheduler_states"
+            " out, and set the schedule afterwards"
+        )
+    try:
+        return engine.load_checkpoint(directory, tag, strict=strict, weights_only=weights_only)
+    except NoCheckpointError as error:
+        logger.warning("nothing was loaded: %s", error)
+        return None, {}
+
+
 class _replacing:  # noqa: N801  (used as a statement)
     """A temporary file beside ``file`` that takes its place if all goes well, and leaves no trace if not."""
 
@@ -99,14 +130,3 @@ class _replacing:  # noqa: N801  (used as a statement)
 def _params(engine: OffloadEngine, exclude_frozen: bool) -> Iterator[StoredParam]:
     for unit in engine.partition.units:
         yield from (stored for stored in unit if stored.trainable or not exclude_frozen)
-
-
-def _config_of(module: nn.Module) -> dict[str, Any] | None:
-    """The ``config.json`` of a model of transformers; None of any other."""
-    to_dict = getattr(getattr(module, "config", None), "to_dict", None)
-    if not callable(to_dict):
-        return None
-    config: dict[str, Any] = dict(to_dict())
-    if not config.get("architectures"):
-        config["architectures"] = [type(module).__name__]
-    return config

@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -121,7 +121,7 @@ def open_checkpoint(path: PathLike) -> PretrainedCheckpoint:
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"model {folder} is not a directory; give the one that holds config.json")
-    config = _read_json(folder / "config.json", "the directory is no model that transformers saved")
+    config = read_config(folder)
     entries: dict[str, TensorEntry] = {}
     for file, wanted in _shards(folder).items():
         header = read_header(folder / file)
@@ -138,6 +138,15 @@ def open_checkpoint(path: PathLike) -> PretrainedCheckpoint:
         raise CheckpointError(f"model {folder} holds no tensors")
     entries = {name: entries[name] for name in sorted(entries, key=_natural)}
     return PretrainedCheckpoint(folder, config, entries, _tied_names(config, entries))
+
+
+def read_config(folder: PathLike) -> dict[str, Any]:
+    """``config.json`` of a model directory.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    return _read_json(Path(folder) / "config.json", "the directory is no model that transformers saved")
 
 
 def _shards(folder: Path) -> dict[str, set[str] | None]:
@@ -212,7 +221,7 @@ def build_meta_model(path: PathLike, *, dtype: torch.dtype | None = None) -> nn.
     except ModuleNotFoundError as error:
         raise ConfigError(f"model {path} needs transformers >= 5: pip install 'offload[hf]'") from error
     config_file = Path(path) / "config.json"
-    _read_json(config_file, "the directory is no model that transformers saved")
+    read_config(path)
     try:
         config = transformers.AutoConfig.from_pretrained(os.fspath(path), local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
@@ -263,6 +272,17 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
+def config_of(model: nn.Module) -> dict[str, Any] | None:
+    """The ``config.json`` of a model of transformers; None of any other."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    if not callable(to_dict):
+        return None
+    config: dict[str, Any] = dict(to_dict())
+    if not config.get("architectures"):
+        config["architectures"] = [type(model).__name__]
+    return config
+
+
 def export_specs(model: nn.Module) -> list[TensorSpec]:
     """What a checkpoint of ``model`` holds: parameters (a tied one once) and persistent buffers. No values
     are read."""
@@ -275,8 +295,9 @@ def write_checkpoint(
     out_dir: PathLike,
     specs: Iterable[TensorSpec],
     fetch: Callable[[str], Tensor],
-    config: dict[str, Any],
+    config: dict[str, Any] | None,
     *,
+    aliases: Mapping[str, str] | None = None,
     tokenizer_files: PathLike | None = None,
     shard_bytes: int = 5 * GiB,
     overwrite: bool = False,
@@ -284,7 +305,8 @@ def write_checkpoint(
     """Writes a directory that ``AutoModelForCausalLM.from_pretrained`` opens, one tensor in memory at a time.
 
     ``specs`` name every tensor once (a tied output layer not at all); ``fetch(name)`` returns it in exactly
-    that shape and dtype and is called once, in the order of the shards. ``tokenizer_files``: a directory
+    that shape and dtype and is called once, in the order of the shards. ``config``: no file where it is None.
+    ``aliases``: other names of tied tensors, noted in the files. ``tokenizer_files``: a directory
     whose tokenizer is copied along. ``overwrite``: replace a checkpoint that is there.
 
     All is written to a temporary directory beside ``out_dir``, flushed, and renamed at the end: after an
@@ -313,10 +335,11 @@ def write_checkpoint(
         text = f"{out.parent} cannot be written: {error.strerror}; give another directory"
         raise StoreError(text) from error
     try:
-        _write_shards(temporary, listed, fetch, shard_bytes, total)
+        _write_shards(temporary, listed, fetch, shard_bytes, total, aliases or {})
         for source in extra:
             shutil.copyfile(source, temporary / source.name)
-        _write_text(temporary / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if config is not None:
+            _write_text(temporary / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
         temporary.chmod(0o755)  # mkdtemp's is for the owner alone
         for file in temporary.iterdir():
             _fsync(file)
@@ -355,7 +378,12 @@ def _tokenizer_paths(folder: PathLike | None) -> list[Path]:
 
 
 def _write_shards(
-    folder: Path, specs: list[TensorSpec], fetch: Callable[[str], Tensor], shard_bytes: int, total: int
+    folder: Path,
+    specs: list[TensorSpec],
+    fetch: Callable[[str], Tensor],
+    shard_bytes: int,
+    total: int,
+    aliases: Mapping[str, str],
 ) -> None:
     shards: list[list[TensorSpec]] = [[]]
     filled = 0
@@ -366,12 +394,14 @@ def _write_shards(
         shards[-1].append(spec)
         filled += spec.num_bytes
     if len(shards) == 1:
-        write_file(folder / _SINGLE, shards[0], fetch)
+        write_file(folder / _SINGLE, shards[0], fetch, aliases=aliases)
         return
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_file(folder / name, shard, fetch)
+        names = {spec.name for spec in shard}
+        here = {alias: kept for alias, kept in aliases.items() if kept in names}
+        write_file(folder / name, shard, fetch, aliases=here)
         places.update({spec.name: name for spec in shard})
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     _write_text(folder / _INDEX, json.dumps(index, indent=2) + "\n")

@@ -11,7 +11,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 HEADER_BYTES_MAX: Final = 100 * 1000 * 1000
 """The format's own limit."""
+TENSORS_MAX: Final = 1 << 18
+"""Of one file that is read."""
 _WRITE_BYTES: Final = 64 * MiB
 
 # The format's name of a type -> (torch's name, bytes of an element).
@@ -96,6 +98,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
         if not isinstance(header, dict):
             raise ValueError("the header is no object")
+        if len(header) > TENSORS_MAX:
+            raise ValueError(f"it has {len(header)} entries, and no file has more than {TENSORS_MAX}")
         header.pop("__metadata__", None)
         entries = [_entry(name, value, path, 8 + length, file_size) for name, value in header.items()]
     except (ValueError, RecursionError) as error:
@@ -173,34 +177,70 @@ def read_tensor(entry: TensorEntry) -> Tensor:
     return tensor
 
 
-def write_file(path: Path, specs: Sequence[TensorSpec], fetch: Callable[[str], Tensor]) -> None:
-    """Writes one file and flushes it to the disk, holding one tensor at a time.
+class FileLayout(NamedTuple):
+    """Where the tensors of one file lie."""
 
-    ``fetch`` is called once per spec and must return exactly that shape and dtype. Wide elements come first,
-    so that each tensor is aligned to its element: readers that map the file need that.
+    header: bytes
+    """All that comes before the first tensor."""
+    specs: list[TensorSpec]
+    """In the order of their bytes."""
+    offsets: list[int]
+    """Of each, from the start of the file."""
+    size: int
+    """Of the whole file."""
+
+
+def lay_out(specs: Sequence[TensorSpec], *, aliases: Mapping[str, str] | None = None) -> FileLayout:
+    """One file's header, and the places of its tensors.
+
+    Wide elements come first, so that each tensor is aligned to its element: readers that map the file need that.
+
+    Args:
+        aliases: names that a model has for tensors of other names, as ``safetensors.torch.save_model`` notes them.
+
+    Raises:
+        ConfigError: a type that the format does not have, or more tensors than a header holds.
     """
     ordered = sorted(specs, key=lambda spec: -_code(spec)[1])
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
-    offset = 0
+    about = {"format": "pt", **(aliases or {})}  # transformers refuses a file without a format
+    header: dict[str, Any] = {"__metadata__": about}
+    offsets = [0]
     for spec in ordered:
-        end = offset + spec.num_bytes
+        end = offsets[-1] + spec.num_bytes
         header[spec.name] = {
             "dtype": _code(spec)[0],
             "shape": list(spec.shape),
-            "data_offsets": [offset, end],
+            "data_offsets": [offsets[-1], end],
         }
-        offset = end
+        offsets.append(end)
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(align_up(len(text), 8))
     if len(text) > HEADER_BYTES_MAX:
         raise ConfigError(
             f"{len(ordered)} tensors need a header of {len(text)} bytes; use a smaller shard_bytes"
         )
+    *begins, end = (8 + len(text) + offset for offset in offsets)
+    return FileLayout(len(text).to_bytes(8, "little") + text, ordered, begins, end)
+
+
+def write_file(
+    path: Path,
+    specs: Sequence[TensorSpec],
+    fetch: Callable[[str], Tensor],
+    *,
+    aliases: Mapping[str, str] | None = None,
+) -> None:
+    """Writes one file and flushes it to the disk, holding one tensor at a time.
+
+    ``fetch`` is called once per spec and must return exactly that shape and dtype. ``aliases``: see
+    :func:`lay_out`.
+    """
+    layout = lay_out(specs, aliases=aliases)
     done = 0
     try:
         with path.open("xb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for spec in ordered:
+            file.write(layout.header)
+            for spec in layout.specs:
                 done += _write_tensor(file, spec, fetch(spec.name))
             file.flush()
             os.fsync(file.fileno())
@@ -211,8 +251,8 @@ def write_file(path: Path, specs: Sequence[TensorSpec], fetch: Callable[[str], T
             error.errno or errno.EIO,
             "write",
             str(path),
-            offset=8 + len(text) + done,
-            size=offset,
+            offset=len(layout.header) + done,
+            size=layout.size - len(layout.header),
             done=done,
             hint="free space or give another directory" if error.errno == errno.ENOSPC else "",
         ) from error

@@ -53,6 +53,10 @@ class AdamPlanes(MasterPlanes):
             raise ConfigError("state_format 'int8' needs weight_format 'bf16'; fp32 weights take 'bf16'")
         self.adamw_mode = adamw_mode
 
+    @property
+    def type(self) -> str:
+        return "AdamW" if self.adamw_mode else "Adam"
+
     def state_specs(self, numel: int) -> tuple[PlaneSpec, ...]:
         specs = super().state_specs(numel)
         if self.state_format != "int8":

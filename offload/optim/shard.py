@@ -48,6 +48,11 @@ class ShardOptimizer(ABC):
     """Whether torch's optimizer of the same name keeps the number of steps in its state."""
 
     @property
+    def type(self) -> str:
+        """Its name in a configuration: it has to be the same to go on from saved state."""
+        return type(self).__name__
+
+    @property
     @abstractmethod
     def moments(self) -> tuple[str, ...]:
         """Names of the planes that hold moments: those of torch's state."""

@@ -139,7 +139,10 @@ class Checksums:
         self.states = [
             Blocks(
                 stripes,
-                [state_planes(plan, chunk)[0][1], *_ends(other.states[chunk.index] for other in others)],
+                [
+                    *(size for _, size in state_planes(plan, chunk)[:1]),
+                    *_ends(other.states[chunk.index] for other in others),
+                ],
                 block_bytes=block_bytes,
             )
             for stripes, chunk in zip(first.states, plan.chunks if first.states else (), strict=True)

@@ -12,6 +12,7 @@ until a commit has succeeded. What had failed before, a write or its way to stab
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -24,11 +25,12 @@ from pathlib import Path
 from ..bytesize import KiB
 from ..errors import CheckpointError, StoreError, TransferError
 from ..links import Ticket
+from ..untrusted import load_json, read_small_file
 from .directory import MANIFEST_NAMES, MEMBER_NAME
 from .drives import Drive
 from .durable import put_in_place, sync_directory, write_beside
 from .manifest import Manifest
-from .reader import load_json, read_manifest, read_serial, read_small_file
+from .reader import read_manifest, read_serial
 
 logger = logging.getLogger("offload.store")
 
@@ -153,6 +155,14 @@ class Found:
     problems: list[str]
     """Why others that are newer cannot be read."""
     _older: Path | None
+
+    def is_current(self, directory: Path) -> bool:
+        """Whether nobody has committed there since these were read."""
+        serials = []
+        for name in MANIFEST_NAMES:
+            with contextlib.suppress(CheckpointError, FileNotFoundError):
+                serials.append(read_serial(directory / name))
+        return max(serials, default=0) == self.newest.serial
 
     def before(self) -> Manifest | None:
         """The commit before the newest one; None where it cannot be read."""

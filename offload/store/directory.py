@@ -242,6 +242,21 @@ def is_committed(path: Path) -> bool:
     return any(os.path.lexists(path / name) for name in (*MANIFEST_NAMES, MEMBER_NAME))
 
 
+def is_in_use(path: Path) -> bool:
+    """Whether the owner of a swap directory lives, as far as can be seen."""
+    try:
+        lock_fd = os.open(path / OWNER_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock_fd)
+    return False
+
+
 def _remove_if_unlocked(path: Path) -> None:
     try:
         lock_fd = os.open(path / OWNER_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

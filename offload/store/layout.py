@@ -85,9 +85,9 @@ class Items:
 
     @classmethod
     def of(cls, plan: MemoryPlan) -> Items:
-        """Those of a plan, as far as they are homed on nvme."""
-        weights = range(len(plan.inventory.units)) if plan.placement.param_home == "nvme" else ()
-        chunks = plan.chunks if plan.placement.state_home == "nvme" else ()
+        """Those of a plan, as far as they are in the swap files."""
+        weights = range(len(plan.inventory.units)) if plan.placement.stores_weights else ()
+        chunks = plan.chunks if plan.placement.stores_state else ()
         return cls(
             (weight_cuts(plan, unit) for unit in weights), (plan.chunk_bytes(chunk) for chunk in chunks)
         )
@@ -118,7 +118,7 @@ def state_planes(plan: MemoryPlan, chunk: Chunk) -> list[tuple[str, int]]:
 
 @dataclass(slots=True)
 class PlaneExtents:
-    """One generation: `weights[unit]` and `states[chunk.index]`; empty where that is not homed on nvme."""
+    """One generation: `weights[unit]` and `states[chunk.index]`; empty where that is not in the swap files."""
 
     weights: list[Stripes]
     states: list[Stripes]
@@ -154,10 +154,10 @@ class StoreLayout:
         whole, trained = ([unit.weight_bytes for unit in units], [unit.elements * itemsize for unit in units])
         for generation in range(plan.placement.generations):
             extents = PlaneExtents([], [])
-            if plan.placement.param_home == "nvme":
+            if plan.placement.stores_weights:
                 cut = _Cutter(weight_shares, self.sizes)
                 extents.weights = [cut(size) for size in (trained if generation else whole)]
-            if plan.placement.state_home == "nvme":
+            if plan.placement.stores_state:
                 cut = _Cutter(state_shares, self.sizes)
                 extents.states = [cut(plan.chunk_bytes(chunk)) for chunk in plan.chunks]
             self.generations.append(extents)

@@ -11,7 +11,6 @@ it says. Optimizer state of which nothing is written is zeros.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -21,11 +20,11 @@ from typing import Any
 from ..bytesize import MiB, format_bytes
 from ..errors import CheckpointError, StoreError
 from ..plan import MemoryPlan
+from ..untrusted import body_of, head_of, seal
 from .layout import Items, PlaneExtents, Stripes, state_planes
 
 FORMAT, VERSION = "offload swap store", 1
 MANIFEST_BYTES_MAX = 32 * MiB
-HEAD_BYTES_MAX = 1024
 ITEMS_MAX = 1 << 18
 """Of weights and states together: what a manifest of that size holds."""
 
@@ -123,14 +122,21 @@ class Shapes:
         """What differs first, in words; empty where nothing does."""
         if self.weight_dtype != other.weight_dtype:
             return f"weights are {self.weight_dtype} there and {other.weight_dtype} here"
-        theirs, ours = ([param for unit in each.units for param in unit.params] for each in (self, other))
-        for there, here in zip(theirs, ours, strict=False):
+        theirs, ours = (
+            {param.name: param for unit in each.units for param in unit.params} for each in (self, other)
+        )
+        if len(theirs) != len(ours):
+            only = min(theirs.keys() ^ ours.keys())
+            return f"{len(theirs)} parameters there and {len(ours)} here, where {only} is on one side only"
+        for name, here in ours.items():
+            there = theirs.get(name)
+            if there is None:
+                return f"{_describe(here)} here, and none of that name there"
             if _describe(there) != _describe(here):
                 return f"{_describe(there)} there, {_describe(here)} here"
-            if there != here:
-                return f"{here.name} lies in another place or order, or has other names, there"
-        if len(theirs) != len(ours):
-            return f"{len(theirs)} parameters there and {len(ours)} here"
+        for name, here in ours.items():
+            if theirs[name] != here:
+                return f"{name} lies in another place or order, or has other names, there"
         if self.planes != other.planes:
             names = (
                 ", ".join(f"{plane.name} {plane.dtype}" for plane in each.planes) for each in (self, other)
@@ -197,14 +203,7 @@ class Manifest:
             "training": self.training,
         }
         text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-        head = {
-            "format": FORMAT,
-            "version": VERSION,
-            "serial": self.serial,
-            "bytes": len(text),
-            "sha256": hashlib.sha256(text).hexdigest(),
-        }
-        encoded = json.dumps(head).encode() + b"\n" + text + b"\n"
+        encoded = seal(text, format=FORMAT, version=VERSION, serial=self.serial)
         if len(encoded) > MANIFEST_BYTES_MAX:
             raise StoreError(
                 errno.EFBIG,
@@ -254,41 +253,19 @@ def serial_of(data: bytes) -> int:
     Raises:
         CheckpointError: it is no such line.
     """
-    serial = _head_of(data)[0].get("serial")
+    serial = head_of(data, FORMAT, VERSION)[0].get("serial")
     if type(serial) is not int or serial < 1:
         raise CheckpointError("its first line is damaged")
     return serial
 
 
-def body_of(data: bytes) -> bytes:
+def text_of(data: bytes) -> bytes:
     """The second line of a manifest, when it is whole.
 
     Raises:
         CheckpointError: it is not.
     """
-    head, rest = _head_of(data)
-    size, text = head.get("bytes"), rest[:-1]
-    if type(size) is not int or size != len(text) or not rest.endswith(b"\n"):
-        raise CheckpointError(
-            f"it is cut short or damaged: {len(rest)} bytes where {ascii(size)[:40]} and a newline belong"
-        )
-    if hashlib.sha256(text).hexdigest() != head.get("sha256"):
-        raise CheckpointError(f"it is damaged: the SHA-256 of its {len(text)} bytes is another one")
-    return text
-
-
-def _head_of(data: bytes) -> tuple[dict[str, Any], bytes]:
-    line, _, rest = data.partition(b"\n")
-    try:
-        head = json.loads(line) if len(line) < HEAD_BYTES_MAX else None
-    except (ValueError, RecursionError):
-        head = None
-    if not isinstance(head, dict) or head.get("format") != FORMAT:
-        raise CheckpointError("it is no manifest of a swap store, or its first line is damaged")
-    if head.get("version") != VERSION:
-        version = ascii(head.get("version"))[:40]
-        raise CheckpointError(f"it is of version {version} and this program reads version {VERSION}")
-    return head, rest
+    return body_of(data, FORMAT, VERSION)
 
 
 def _unit_list(unit: UnitEntry) -> list[Any]:

@@ -43,6 +43,7 @@ def recover(
     *,
     verify: Literal["off", "resume", "always"] = "resume",
     previous: bool = False,
+    found: Found | None = None,
 ) -> tuple[SwapStore, Manifest]:
     """The store that a run left behind, as it was at its last commit, and what that commit says.
 
@@ -52,6 +53,7 @@ def recover(
         shapes: of the plan.
         previous: the commit before the last one, for good; of its data, what was written over is found at its
             first read.
+        found: the commits there, where they have been read already.
 
     Raises:
         StoreError: the directory is none, or another run uses it.
@@ -61,7 +63,8 @@ def recover(
     with ExitStack() as undo:
         first = SwapDirectory.take(directory)
         undo.callback(first.release)
-        found = find_commits(first.path)
+        if found is None or not found.is_current(first.path):
+            found = find_commits(first.path)
         for problem in found.problems:
             logger.warning("%s", problem)
         manifest = found.before() if previous else found.newest
@@ -81,16 +84,21 @@ def recover(
             undo.callback(drives[-1].queue.close)
         layout = StoreLayout.of(manifest.extents, [entry.size for entry in manifest.files])
         store = SwapStore(drives, layout, plan, ledger, verify=verify == "always")
-        explain = None if previous else partial(_explain_lost, drives, found)
+        explain = None if previous else partial(_explain_lost, store, drives, found)
         store.restore(manifest, proves=verify != "off", explain_lost=explain)
         if previous:
-            (first.path / MANIFEST_NAMES[found.newest.serial % 2]).unlink()
-            sync_directory(first.path)
+            give_up_newest(first.path, found)
         for drive in drives:
             drive.directory.sign()
         undo.pop_all()
     logger.info("%s: going on from commit %d, of step %d", first.path, manifest.serial, manifest.step)
     return store, manifest
+
+
+def give_up_newest(directory: Path, found: Found) -> None:
+    """Makes the commit before the newest one the newest, for good."""
+    (directory / MANIFEST_NAMES[found.newest.serial % 2]).unlink()
+    sync_directory(directory)
 
 
 def check_file(path: Path, size: int) -> None:
@@ -103,12 +111,17 @@ def check_file(path: Path, size: int) -> None:
         raise CheckpointError(f"{path}: it is no file of the {size} bytes that a commit says")
 
 
-def _explain_lost(drives: Sequence[Drive], commits: Found, item: Item) -> str:
-    """Whether the commit before still has an item."""
+def _explain_lost(store: SwapStore, drives: Sequence[Drive], commits: Found, item: Item) -> str:
+    """Whether the commit before still has an item, and all else as far as we know."""
     before = commits.before()
     if before is None:
         return "; there is no commit before it"
-    found = "has it intact" if _is_intact(drives, before, item) else "has not got it any more either"
+    if not _is_intact(drives, before, item):
+        found = "has not got it any more either"
+    elif store.is_changed:
+        found = "has it intact, but not all else: this run has written over it"
+    else:
+        found = "has it intact: go on from that with previous=True (--previous)"
     return f"; the commit before, number {before.serial} of step {before.step}, {found}"
 
 

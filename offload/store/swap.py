@@ -9,8 +9,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..bytesize import format_bytes
@@ -18,6 +20,7 @@ from ..config.schema import Aio
 from ..errors import TransferError
 from ..ledger import Ledger
 from ..links import AHEAD, AllTickets, DoneTicket, Ticket
+from ..optim.checksum import crc32c
 from ..placement import SwapPaths
 from ..plan import Chunk, MemoryPlan
 from .checksums import (
@@ -67,13 +70,16 @@ class SwapStore:
         self._generations = Generations(layout.extent_counts(self._items))
         self._written = [0] * len(self._items)  # bytes of each, from its begin
         self._commits = Commits(drives, uuid.uuid4().hex) if len(layout.generations) == 2 else None
-        self._sums: Checksums | None = None
-        if verify or self._commits is not None:
-            block_bytes = BLOCK_BYTES if verify else COMMIT_BLOCK_BYTES
-            self._sums = Checksums(layout, plan, block_bytes=block_bytes)
+        self._sums = self._fresh_sums()
         self._explain_lost: Callable[[Item], str] = lambda item: ""
         self._imbalance_told = False
         self.path = drives[0].directory.path
+
+    def _fresh_sums(self) -> Checksums | None:
+        if not self._verify and self._commits is None:
+            return None
+        block_bytes = BLOCK_BYTES if self._verify else COMMIT_BLOCK_BYTES
+        return Checksums(self._layout, self._plan, block_bytes=block_bytes)
 
     @classmethod
     def open(
@@ -120,16 +126,38 @@ class SwapStore:
             return ticket
         return self._checked(ticket, self._sums.weights[unit], slot, runs, planes, unit)
 
-    def write_weight(self, unit: int, slot: torch.Tensor, begin: int, end: int) -> Ticket:
+    def write_weight(
+        self, unit: int, slot: torch.Tensor, begin: int, end: int, *, plane: str = "weight"
+    ) -> Ticket:
         """Writes bytes [begin, end) of the unit's weight plane, which lies at the front of ``slot``.
 
         Of an item that goes to its other extent, all bytes are written. See `generations`, Note [Generations].
+
+        Args:
+            plane: as what the ledger counts them.
         """
         if unit == 0:
             self.update_seconds()
-        return self._tracked(lambda: self._write_weight(unit, slot, begin, end))
+        return self._tracked(lambda: self._write_weight(unit, slot, begin, end, plane))
 
-    def _write_weight(self, unit: int, slot: torch.Tensor, begin: int, end: int) -> Ticket:
+    def keep_weight(self, unit: int, plane: torch.Tensor) -> Iterator[tuple[int, Ticket]]:
+        """Writes a weight plane that is at home in memory, for the next commit: bytes and ticket of each write.
+
+        What is frozen is written once, and again where its checksum says that somebody has changed it.
+        """
+        trained = self._plan.inventory.units[unit].elements * self._plan.inventory.weight_itemsize
+        for item in self._items.weights[unit]:
+            if item.begin < trained or self._is_changed(unit, item, plane):
+                write = self.write_weight(unit, plane, item.begin, item.end, plane="commit")
+                yield item.end - item.begin, write
+
+    def _is_changed(self, unit: int, item: Item, plane: torch.Tensor) -> bool:
+        if self._generations.current(item.index) is None:
+            return True
+        cuts = np.array([item.begin, item.end], np.uint64)
+        return int(crc32c(plane, cuts)[0]) != self._blocks("weights", unit).total(item.begin, item.end)
+
+    def _write_weight(self, unit: int, slot: torch.Tensor, begin: int, end: int, plane: str) -> Ticket:
         for item in _touched(self._items.weights[unit], begin, end):
             if self._generations.lacks_extent(item.index):
                 self._grow(unit, item)
@@ -139,7 +167,7 @@ class SwapStore:
             self._written[item.index] = item.end - item.begin
         if self._sums is not None:
             self._sums.weights[unit].record(slot, begin, end)
-        return self._write(slot, [*self._weight_runs(unit, begin, end)], [("weight", end)])
+        return self._write(slot, [*self._weight_runs(unit, begin, end)], [(plane, end)])
 
     def _weight_runs(self, unit: int, begin: int, end: int) -> Iterator[Run]:
         """Where bytes [begin, end) of the weight plane are: in one piece where one generation holds them."""
@@ -181,6 +209,11 @@ class SwapStore:
         if chunk.index == 0:
             self.update_seconds()  # once a step: a drive that falls behind is told of while the run goes on
         planes = state_planes(self._plan, chunk)
+        return self._tracked(lambda: self._write_state(chunk, buffer, planes))
+
+    def keep_state(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
+        """Writes the chunk's planes, which are at home in memory, for the next commit."""
+        planes = [("commit", self.state_bytes(chunk))]
         return self._tracked(lambda: self._write_state(chunk, buffer, planes))
 
     def write_residual(self, chunk: Chunk, residual: torch.Tensor) -> Ticket:
@@ -285,9 +318,19 @@ class SwapStore:
     # -- commits ------------------------------------------------------------------------------------------
 
     @property
+    def directories(self) -> list[Path]:
+        """Of this run, one on each path, the one with the manifests first."""
+        return [drive.directory.path for drive in self._drives]
+
+    @property
     def serial(self) -> int:
         """Of the last commit; 0 where nothing was committed."""
         return 0 if self._commits is None else self._commits.serial
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether anything was written since the last commit."""
+        return any(self._generations.changed())
 
     def commit(self, shapes: Shapes, *, step: int, training: dict[str, Any]) -> None:
         """Makes what is written now the state that the next start finds. See `commits`, Note [Commit].
@@ -299,8 +342,8 @@ class SwapStore:
         Raises:
             TransferError, StoreError: it failed: the commit before stands.
         """
-        if self._commits is None or not self._items.weights or not self._items.states:
-            raise AssertionError("what is committed has two generations, weights and state")
+        if self._commits is None:
+            raise AssertionError("what is committed has two generations")
         files = zip(self._drives, self._layout.sizes, strict=True)
         first, second = self._layout.generations
         self._commits.commit(
@@ -330,7 +373,7 @@ class SwapStore:
     def restore(
         self, manifest: Manifest, *, proves: bool = True, explain_lost: Callable[[Item], str] | None = None
     ) -> None:
-        """Goes back to a commit, whose layout this store has.
+        """Goes back to a commit, whose layout this store has. Nothing is in flight.
 
         Args:
             proves: hold everything against the commit's sums when it is first read.
@@ -339,6 +382,7 @@ class SwapStore:
         self._proves = proves
         self._explain_lost = explain_lost or self._explain_lost
         self._commits = Commits(self._drives, manifest.run, serial=manifest.serial)
+        self._sums = self._fresh_sums()
         self._generations.restore([None if entry is None else entry.extent for entry in manifest.items])
         self._written = [entry.written if entry else 0 for entry in manifest.items]
         for kind, owner, item in self._items.each():

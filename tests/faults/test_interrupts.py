@@ -180,7 +180,7 @@ def test_an_update_that_is_broken_off_stops_the_engine(update, swap_path, monkey
         def interrupted(*_args):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(engine._optimizer, "update", interrupted)
+        monkeypatch.setattr(engine.optimizer, "update", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(x).backward()
             optimizer.step()

@@ -52,6 +52,14 @@ def test_values_written_between_steps(swap_path):
         assert torch.equal(value, outcomes[1][name]), name
 
 
+def one_generation(training, placement, swap_path):
+    """All that is in the file counts."""
+    return {
+        **training.config(placement, swap_path),
+        "durability": {"verify": placement.verify, "generations": 1},
+    }
+
+
 def flip(file, at, bit):
     with open(file, "r+b") as opened:
         opened.seek(at)
@@ -66,7 +74,7 @@ def test_a_byte_that_changes_on_disk_stops_the_run(update, seed, swap_path):
     """Anywhere in the file, between two steps: the step after it, at the latest, finds it and does not count."""
     training, rng = Training(precision="bf16", steps=3), random.Random(seed)
     placement = Placement("nvme", "nvme", update, chunk=2048, verify="always")
-    model, optimizer = offload.prepare(training.model(), training.config(placement, swap_path))
+    model, optimizer = offload.prepare(training.model(), one_generation(training, placement, swap_path))
     engine = optimizer.engine
     with contextlib.closing(engine):
         before, *after = training.batches()
@@ -99,7 +107,7 @@ def test_weights_that_change_on_disk_are_found_where_they_are_read(swap_path):
     training = Training(precision="bf16")
     placement = Placement("nvme", "nvme", chunk=2048, verify="always")
     for unit in range(3):
-        model, optimizer = offload.prepare(training.model(), training.config(placement, swap_path))
+        model, optimizer = offload.prepare(training.model(), one_generation(training, placement, swap_path))
         with contextlib.closing(optimizer.engine) as engine:
             (extent,) = engine._store._layout.weights[unit].extents
             (file,) = swap_path.glob("*/planes.swap")

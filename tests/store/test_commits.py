@@ -467,7 +467,8 @@ def test_the_commit_before_is_offered_where_it_is_intact(roots):
     flip(path, at)
     run.recover()
     with pytest.raises(
-        TransferError, match="nothing of it was used; the commit before, number 1 of step 0, has it intact"
+        TransferError,
+        match="nothing of it was used; the commit before, number 1 of step 0, has it intact: go on",
     ):
         run.check()
     run.die()

@@ -1,7 +1,6 @@
-"""The engine over two generations, committed between steps from outside: the same bits, and no byte more."""
+"""The engine over two generations, committed between steps: the same bits, no byte more, all of it in the store."""
 
 import contextlib
-import dataclasses
 
 import pytest
 import torch
@@ -12,27 +11,9 @@ import offload
 from offload.config.schema import Aio
 from offload.ledger import Ledger
 from offload.pipeline import state_planes
-from offload.placement import placement_of
-from offload.store.manifest import ParamDetail, shapes_of
+from offload.resuming import shapes_for
 from offload.store.recovery import recover
 from offload.store.scan import scan
-
-
-@pytest.fixture
-def two_generations(monkeypatch):
-    def doubled(*args, **more):
-        return dataclasses.replace(placement_of(*args, **more), generations=2)
-
-    return lambda: monkeypatch.setattr("offload.api.placement_of", doubled)
-
-
-def shapes_for(engine):
-    details = {
-        stored.name: ParamDetail(str(stored.dtype).removeprefix("torch."), stored.stride, stored.names[1:])
-        for unit in engine.partition.units
-        for stored in unit
-    }
-    return shapes_of(engine.plan, details, PLANE_DTYPES)
 
 
 def values_of(model, optimizer):
@@ -54,22 +35,22 @@ def one_step(model, optimizer, batch, *, commits):
     engine = optimizer.engine
     engine.settle()
     if commits:
-        engine._store.commit(shapes_for(engine), step=engine.ledger.steps, training={})
+        engine.save_checkpoint()
     return loss.item()
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_training_and_values_written_between_steps(update, precision, swap_path, two_generations):
+def test_training_and_values_written_between_steps(update, precision, swap_path):
     """As on one generation, with a commit after every step; then everything is read from what the last one says."""
     tied = update == "step"  # in backward, how often a tied weight is fetched depends on the drive
     training = Training(precision=precision, tied=tied, frozen="blocks.0 blocks.2.norm", steps=3)
     placement = Placement("nvme", "nvme", update, chunk=2048)
     outcomes = []
     for commits in (False, True):
-        if commits:
-            two_generations()
-        model, optimizer = offload.prepare(training.model(), training.config(placement, swap_path))
+        config = training.config(placement, swap_path)
+        config["durability"] = {"generations": 2 if commits else 1}
+        model, optimizer = offload.prepare(training.model(), config)
         engine = optimizer.engine
         losses = [one_step(model, optimizer, batch, commits=commits) for batch in training.batches()]
         outcomes.append((losses, engine.report().moved))
@@ -82,13 +63,13 @@ def test_training_and_values_written_between_steps(update, precision, swap_path,
                 param.mul_(0.5)
         engine.settle()
         values = values_of(model, optimizer)
-        engine._store.commit(shapes_for(engine), step=3, training={"at": 3})
+        engine.save_checkpoint(client_state={"at": 3})
         with offload.gather(model.blocks[1].norm1.weight, modify=True), torch.no_grad():
             model.blocks[1].norm1.weight.zero_()
-        directory, shapes = engine._store.path, shapes_for(engine)
+        directory, shapes = engine.commits_to, shapes_for(engine.partition, engine.plan)
     assert not any(item.damage for item in scan(directory))
     store, manifest = recover(directory, engine.plan, shapes, Aio(), Ledger())
-    assert (manifest.step, manifest.training) == (3, {"at": 3})
+    assert (manifest.step, manifest.training["state"]["client_state"]) == (3, {"at": 3})
     found = {}
     for unit, members in enumerate(engine.partition.units):
         plane = torch.empty(engine.plan.inventory.units[unit].weight_bytes, dtype=torch.uint8)
@@ -97,7 +78,7 @@ def test_training_and_values_written_between_steps(update, precision, swap_path,
         for chunk in engine.plan.chunks_of[unit]:
             buffer = torch.empty(store.state_bytes(chunk), dtype=torch.uint8)
             store.read_state(chunk, buffer).wait()
-            for name, piece in state_planes(engine._optimizer, chunk, buffer).items():
+            for name, piece in state_planes(engine.optimizer, chunk, buffer).items():
                 moments[name][chunk.begin : chunk.end] = piece
         for stored in members:
             for name in stored.names:

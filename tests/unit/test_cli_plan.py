@@ -20,6 +20,7 @@ from offload.cli.main import app
 from offload.cli.outputs import OutDirectory
 from offload.cli.sources import CheckpointSource, PresetSource, inventory_of, open_source
 from offload.config import OffloadConfig
+from offload.durability import choose_generations
 from offload.errors import ConfigError
 from offload.models.documents import find_files
 from offload.models.presets import num_parameters, preset
@@ -61,7 +62,10 @@ def test_plan_prints_the_plan_and_its_traffic() -> None:
     lines = plan_lines(str(CONFIGS / "nvme_all.json"), "--model", "preset:1b", "--steps", "1000")
     config = OffloadConfig.from_file(CONFIGS / "nvme_all.json")
     source = PresetSource("preset:1b", preset("1b"))
-    plan = MemoryPlan.build(placement_of(config), inventory_of(config, source, source.shapes(), 256))
+    inventory = inventory_of(config, source, source.shapes(), 256)
+    placement, chosen = choose_generations(config, placement_of(config), inventory)
+    plan = MemoryPlan.build(placement, inventory)
+    assert chosen.split(",")[0] in [line.split(",")[0] for line in lines]
     for line in plan.report().splitlines():
         assert line in lines
     moved = plan.bytes_moved(1000) + plan.bytes_at_start()
@@ -168,7 +172,9 @@ def test_version_and_the_commands_that_there_are() -> None:
     shared = {"config", "--model", "--steps", "--seq", "--traceback"}
     assert surface == {
         "plan": shared | {"--gb-per-second"},
-        "finetune": shared | {"--data", "--out", "--export", "--field", "--tokenizer", "--seed", "--quiet"},
+        "finetune": shared
+        | {"--data", "--out", "--export", "--field", "--tokenizer", "--seed", "--quiet"}
+        | {"--save-every", "--resume", "--restart", "--previous"},
         "tune": {
             "paths",
             "--config",

@@ -1,0 +1,455 @@
+"""Commits a run between steps, and goes back to what was committed.
+
+Note [Saving]
+What is at home on nvme is there already: a commit names it. What is at home in memory is written to its extents
+first, one chunk or part of a weight plane after the other, at most `durability.write_bytes_per_second`. Training waits
+for that: with two generations there is no third extent to which nvme-homed planes could be written meanwhile, and
+so what is saved is the state at the call. With it go the training state (`training_state`) and its tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .config.schema import Aio, Durability
+from .engine import OffloadEngine
+from .errors import CheckpointError, ConfigError, NoCheckpointError, OffloadError, TransferError
+from .homes import fetch_home
+from .ledger import Ledger
+from .links import Ticket, wait_for_end
+from .models.pretrained import config_of
+from .pipeline import NvmeStates, ResidentStates
+from .portable.commit import CommitFiles
+from .portable.directory import find
+from .portable.load import load, match
+from .portable.save import Content, save
+from .portable.saved import CheckpointFiles, TensorsOf
+from .resuming import find_target, has_manifest, read_training, shapes_for
+from .store import SwapStore
+from .store.commits import find_commits
+from .store.tensors import forget_tensors, write_tensors
+from .training_state import Stateful, TrainingState, capture, check_engine, restore, restore_part
+from .weights import HostSlots, StreamedWeights
+
+logger = logging.getLogger("offload")
+
+WRITES_FLYING_MAX = 4
+"""Of what is at home in memory, at a commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What is asked of a checkpoint that is not a commit."""
+
+    exclude_frozen: bool = False
+    """Leave out frozen weights; loading then needs the same base."""
+    keep_last: int | None = None
+    """So many checkpoints stay in the directory."""
+    latest: bool = True
+    """Make it the one that is loaded where no tag is given."""
+
+
+class SavedEngine(OffloadEngine):
+    """An engine whose state can be committed and gone on from. See Note [Saving]."""
+
+    def __init__(
+        self,
+        *args: Any,
+        model: nn.Module,
+        roots: tuple[str, ...],
+        aio: Aio,
+        durability: Durability,
+        going_on: TrainingState | None = None,
+        **more: Any,
+    ) -> None:
+        """
+        Args:
+            model: whose buffers are saved.
+            roots: the swap paths, where commits are looked for.
+            aio: how another run's swap files are opened.
+            going_on: what the store was opened from, already held against the model; :meth:`take_over` takes it.
+        """
+        self._model: nn.Module | None = model
+        self._roots, self._aio, self._durability = roots, aio, durability
+        self._parts: dict[str, Stateful] = {}
+        self._going_on: TrainingState | None = None
+        self._before = (0, 0)  # steps applied, and refused, that the ledger does not count
+        self._kept: deque[str | None] = deque(maxlen=2)  # files of tensors of the last commits
+        super().__init__(*args, **more)
+        if going_on is not None:
+            self._going_on = going_on
+
+    # -- what is known ------------------------------------------------------------------------------------
+
+    @property
+    def global_steps(self) -> int:
+        """Steps that were applied, over all processes of the run."""
+        return self._before[0] + self.ledger.steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were refused because a gradient was not finite, over all processes of the run."""
+        return self._before[1] + self.ledger.skipped_steps
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """What the user gave with the commit that the run goes on from; empty where it is a new one."""
+        return {} if self._going_on is None else self._going_on.client_state
+
+    @property
+    def commits_to(self) -> Path | None:
+        """The swap directory that keeps commits; None where there is one generation, or no store."""
+        keeps = self._store is not None and self.plan.placement.generations == 2
+        return self._store.path if self._store is not None and keeps else None
+
+    @property
+    def commit_serial(self) -> int:
+        """The number of the last commit; 0 where nothing has been committed."""
+        return 0 if self._store is None else self._store.serial
+
+    def attach(self, **parts: Stateful) -> None:
+        """Saves objects with the engine, under their names: a scheduler, a dataset, whatever has ``state_dict()``.
+
+        On an engine that goes on from a commit each is given at once what it had then (``load_state_dict``).
+
+        Raises:
+            CheckpointError: what was saved under that name does not fit it.
+        """
+        for name, part in parts.items():
+            self._parts[name] = part
+            if self._going_on is not None:
+                restore_part(self, self._going_on, name, part)
+
+    def report(self) -> Ledger:
+        """The ledger, complete: everything in flight has arrived."""
+        ledger = super().report()
+        goes_on = self._before[0] + ledger.steps > ledger.steps
+        ledger.predicted = self.plan.bytes_moved(ledger.steps, goes_on=goes_on)
+        return ledger
+
+    def close(self) -> None:
+        """As :meth:`OffloadEngine.close`. A swap directory in which something was committed stays."""
+        super().close()
+        self._model = None
+        self._parts.clear()
+        self._going_on = None
+
+    def discard(self) -> None:
+        """As :meth:`close`, and what was committed is removed too."""
+        self.settle()
+        if self._store is not None:
+            self._store.discard()
+        self.close()
+
+    # -- saving -------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        dir: str | Path | None = None,  # noqa: A002  (DeepSpeed's name)
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        elsewhere: Elsewhere | None = None,
+    ) -> Path:
+        """Makes the state after the last step what the next start goes on from. See Note [Saving].
+
+        Gradients that wait for their step are saved too. Returns when all is on stable storage.
+
+        Args:
+            dir: None, or within the swap path: the store is committed, and no plane on nvme is written again.
+                Elsewhere a checkpoint is written to ``dir/tag``, which every placement can load.
+            tag: a name for it; for a checkpoint ``global_stepN`` by default.
+            client_state: JSON, which :attr:`client_state` gives back.
+            elsewhere: what is asked of a checkpoint.
+
+        Returns:
+            The directory.
+
+        Raises:
+            ConfigError: there is nothing to commit to, or ``client_state`` is not JSON.
+            StoreError: it could not be written; the commit before stands, and training may go on.
+            OffloadError: a step is half done; call it after ``optimizer.step()``.
+            TransferError: a write has failed for good: the engine stops; the commit before stands.
+        """
+        with self._guard():
+            self._refuse_half_a_step("saved")
+            state = self._capture(tag, client_state)
+            if dir is not None and not self._is_own(Path(dir)):
+                return self._save_elsewhere(state, Path(dir), tag, elsewhere or Elsewhere())
+            store = self._committing_store()
+            self.settle_updates()
+            self._write_what_is_in_memory(store)
+            self._commit(store, state)
+            return store.path
+
+    def _capture(self, tag: str | None, client_state: Mapping[str, Any] | None) -> TrainingState:
+        return capture(
+            self,
+            self._owned_model(),
+            step=self.global_steps,
+            skipped_steps=self.skipped_steps,
+            parts=self._parts,
+            client_state=client_state,
+            tag=tag,
+        )
+
+    def _commit(self, store: SwapStore, state: TrainingState) -> None:
+        tensors = write_tensors(store.path, store.serial + 1, state.tensors)
+        training = {"state": state.values, "tensors": tensors}
+        store.commit(shapes_for(self.partition, self.plan), step=state.step, training=training)
+        self._kept.append(tensors["file"])
+        forget_tensors(store.path, {name for name in self._kept if name is not None})
+
+    def _write_what_is_in_memory(self, store: SwapStore) -> None:
+        pace, flying = _Pace(self._durability.write_bytes_per_second), deque[Ticket]()
+        try:
+            for size, ticket in self._writes(store):
+                flying.append(ticket)
+                if len(flying) >= WRITES_FLYING_MAX:
+                    flying[0].wait()
+                    flying.popleft()
+                pace.wait(size)
+            while flying:
+                flying[0].wait()
+                flying.popleft()
+        finally:
+            wait_for_end(flying)
+
+    def _writes(self, store: SwapStore) -> Iterator[tuple[int, Ticket]]:
+        """Starts to write all that is at home in memory: bytes and ticket of each write."""
+        for unit, layout in enumerate(self.plan.inventory.units):
+            if self.plan.placement.param_home != "nvme":
+                plane = self.weights.host_plane(unit)[: layout.weight_bytes]
+                yield from store.keep_weight(unit, plane)
+        if isinstance(self._states, ResidentStates) and self.plan.placement.state_planes:
+            for index in sorted(self._states.changed):
+                chunk = self.plan.chunks[index]
+                yield self.plan.chunk_bytes(chunk), store.keep_state(chunk, self._states.read(chunk).cpu())
+            self._states.changed.clear()
+
+    def _committing_store(self) -> SwapStore:
+        if self._store is None:
+            raise ConfigError(
+                "save_checkpoint: nothing is on nvme, so there is nothing to commit to; set durability.generations"
+                " = 2 and an nvme_path, or give a directory elsewhere"
+            )
+        if self.plan.placement.generations != 2:
+            raise ConfigError(
+                "save_checkpoint: the swap files keep one generation, so nothing can be committed; set"
+                " durability.generations = 2, or give a directory elsewhere"
+            )
+        return self._store
+
+    def _is_own(self, path: Path) -> bool:
+        """Whether a path lies within the swap paths."""
+        wanted = path.expanduser().absolute()
+        return any(wanted.is_relative_to(Path(root).expanduser().absolute()) for root in self._roots)
+
+    def _refuse_half_a_step(self, what: str) -> None:
+        self.close_abandoned()
+        if self._in_backward or self._updated:
+            raise OffloadError(
+                f"in the midst of a step nothing can be {what}: call optimizer.step() first, or, where an exception"
+                " has ended a backward, begin the next forward"
+            )
+        names = [stored.name for stored in self.partition.of_param.values() if stored.gathered is not None]
+        if names:
+            raise OffloadError(
+                f"inside gather nothing can be {what}: {names[0]} may have changed; leave it first"
+            )
+
+    def _owned_model(self) -> nn.Module:
+        if self._model is None:
+            raise OffloadError("the engine is closed")
+        return self._model
+
+    def _save_elsewhere(self, state: TrainingState, root: Path, tag: str | None, how: Elsewhere) -> Path:
+        content = Content(state.step, state.values, state.tensors, config_of(self._owned_model()) or {})
+        return save(
+            self,
+            content,
+            root,
+            f"global_step{state.step}" if tag is None else tag,
+            exclude_frozen=how.exclude_frozen,
+            keep_last=how.keep_last,
+            latest=how.latest,
+        )
+
+    # -- going on -----------------------------------------------------------------------------------------
+
+    def take_over(self) -> None:
+        """Makes everything beside the planes what it was at the commit that the store was opened from."""
+        if self._going_on is not None:
+            self._restore(self._going_on)
+
+    def load_checkpoint(
+        self,
+        dir: str | Path | None = None,  # noqa: A002  (DeepSpeed's name)
+        tag: str | None = None,
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """Goes back to a commit: this run's last one, or that of a run that has ended, whose store becomes ours.
+
+        Or takes over the values of a checkpoint, or of a commit that does not fit as it is: whatever the placement,
+        chunks and formats that they were saved from.
+
+        Args:
+            dir: a swap directory, or a swap path, as :func:`offload.prepare` takes for ``resume``; None: this run's
+                own last commit, or else the newest on the configuration's swap paths. Or a directory of checkpoints.
+            tag: what the commit has to be called; which checkpoint, the latest by default.
+            strict: of a checkpoint, refuse it where a parameter is missing there or here. Else weights that are on
+                both sides are taken over, and nothing else unless all are.
+            weights_only: of a checkpoint, take nothing but weights.
+
+        Returns:
+            The directory, and the ``client_state`` that was saved.
+
+        Raises:
+            CheckpointError: there is none, or one of another model; nothing has changed then.
+            StoreError: another run has it.
+            TransferError: it is damaged; where that was found too late, the engine has stopped.
+        """
+        with self._guard():
+            self._refuse_half_a_step("loaded")
+            own, is_whole = self._store, strict and not weights_only
+            if own is not None and own.serial and (dir is None or self._holds_own(own, Path(dir))):
+                if not is_whole:
+                    raise ConfigError("load_checkpoint: this run's own commit is gone back to as a whole")
+                state = self._go_back(own, tag)
+            elif dir is None or (self._is_commit(Path(dir)) and is_whole and self._can_adopt(dir, tag)):
+                state = self._adopt(True if dir is None else dir, tag)
+            else:
+                return self._copy(Path(dir), tag, strict=strict, weights_only=weights_only)
+            self._restore(state)
+            return str(self._committing_store().path), state.client_state
+
+    def _can_adopt(self, where: Any, tag: str | None) -> bool:
+        """Whether a store can become ours as it is. Else it is copied, where that is possible."""
+        if not has_manifest(Path(where).expanduser()):
+            return True  # it is a path with several: who adopts says what is wrong with them
+        try:
+            plan = find_target(
+                where, self._roots, self.partition, self.plan.placement, self.plan.inventory, tag=tag
+            ).plan
+        except CheckpointError:
+            return False
+        return self.commits_to is not None and plan.chunk_elements == self.plan.chunk_elements
+
+    def _copy(
+        self, root: Path, tag: str | None, *, strict: bool, weights_only: bool
+    ) -> tuple[str, dict[str, Any]]:
+        """Takes over the values of a checkpoint, or of the commit of a run that has ended."""
+        with self._open(root.expanduser(), tag) as saved:
+            try:
+                state = TrainingState.of(saved.training, TensorsOf(saved))
+                if isinstance(saved, CommitFiles) and tag is not None and state.tag != tag:
+                    raise CheckpointError(f"its commit is called {state.tag!a}, not {tag!a}")
+                matched = match(self, saved, strict=strict, weights_only=weights_only)
+                if matched.is_whole:
+                    check_engine(self, self._owned_model(), state)
+            except (CheckpointError, TransferError) as error:  # nothing has changed yet: the engine goes on
+                raise CheckpointError(f"{saved.where}: {error}") from None
+            self._empty()
+            load(self, saved, matched)
+            if matched.is_whole:
+                self._restore(state, is_committed=False)
+            return str(saved.where), state.client_state
+
+    def _open(self, root: Path, tag: str | None) -> CheckpointFiles | CommitFiles:
+        if has_manifest(root):
+            return CommitFiles(root)
+        try:
+            return CheckpointFiles(find(root, tag))
+        except FileNotFoundError:
+            raise NoCheckpointError(f"{root}: nothing was saved there") from None
+
+    def _holds_own(self, store: SwapStore, path: Path) -> bool:
+        wanted = path.expanduser().absolute()
+        return wanted in (store.path, store.path.parent)
+
+    def _is_commit(self, path: Path) -> bool:
+        return self._is_own(path) or has_manifest(path.expanduser())
+
+    def _go_back(self, store: SwapStore, tag: str | None) -> TrainingState:
+        manifest = find_commits(store.path).newest
+        state = read_training(store.path, manifest)
+        if tag is not None and state.tag != tag:
+            raise CheckpointError(f"{store.path}: its commit is called {state.tag!a}, not {tag!a}")
+        check_engine(self, self._owned_model(), state)
+        self._empty()
+        store.restore(manifest)
+        self._fetch(store)
+        return state
+
+    def _adopt(self, where: Any, tag: str | None) -> TrainingState:
+        """Another run's store becomes ours, and ours goes."""
+        own = self._committing_store()
+        placement, inventory = self.plan.placement, self.plan.inventory
+        target = find_target(where, self._roots, self.partition, placement, inventory, tag=tag)
+        if target.plan.chunk_elements != self.plan.chunk_elements:
+            raise CheckpointError(
+                f"{target.directory}: its chunks have {target.plan.chunk_elements} elements, and those of this plan"
+                f" {self.plan.chunk_elements}; say resume={str(target.directory)!r} when the model is prepared"
+            )
+        store, state = target.open(self.partition, self._aio, self._durability, self.ledger)
+        try:
+            check_engine(self, self._owned_model(), state)
+        except BaseException:
+            store.close()
+            raise
+        self._empty()
+        self._store = store
+        for home in (self._states, self.weights.host if isinstance(self.weights, StreamedWeights) else None):
+            if isinstance(home, (NvmeStates, HostSlots)):
+                home.swap = store
+        own.close()
+        self._fetch(store)
+        return state
+
+    def _empty(self) -> None:
+        """Nothing is in flight, and nothing waits."""
+        self.settle_updates()
+        self.pipeline.cancel_announced()
+        self.weights.settle()
+
+    def _fetch(self, store: SwapStore) -> None:
+        for unit in range(len(self.plan.inventory.units)):
+            self._versions[unit] += 1
+            if isinstance(self.weights, StreamedWeights):
+                self.weights.mover.begin_change(unit)
+            fetch_home(self.plan, unit, self.weights, self._states, store)
+            if isinstance(self.weights, StreamedWeights):
+                self.weights.mover.end_change(unit)
+        if isinstance(self.weights, StreamedWeights):
+            self.weights.mover.reload()
+
+    def _restore(self, state: TrainingState, *, is_committed: bool = True) -> None:
+        restore(self, self._owned_model(), state, self._parts)
+        self._going_on = state
+        self._before = (state.step - self.ledger.steps, state.skipped_steps - self.ledger.skipped_steps)
+        if is_committed and isinstance(self._states, ResidentStates):
+            self._states.changed.clear()
+
+
+class _Pace:
+    """Lets so many bytes pass in a second."""
+
+    def __init__(self, rate: int | None) -> None:
+        self._rate, self._begun, self._passed = rate, time.monotonic(), 0
+
+    def wait(self, size: int) -> None:
+        """Returns when ``size`` bytes more may have passed."""
+        if self._rate is None:
+            return
+        self._passed += size
+        time.sleep(max(0.0, self._begun + self._passed / self._rate - time.monotonic()))

@@ -1,0 +1,6 @@
+"""Tests of resuming share their runs, and the models of tests/step."""
+
+import sys
+from pathlib import Path
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "step")]
