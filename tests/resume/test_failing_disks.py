@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from kills import Loop, undisturbed
-from runs import remove
 
 from offload import aio, lifetime
 from offload.errors import CheckpointError, OffloadError, StoreError, TransferError
+from runs import remove
 
 sys.path.append(str(Path(__file__).parents[1] / "store"))
 from power import Disk, PowerCut
