@@ -2,7 +2,6 @@
 
 import pytest
 from models import Placement, Training
-
 from runs import after, remove, running
 
 PLACEMENTS = [
