@@ -2,6 +2,7 @@
 
 import pytest
 from models import Placement, Training
+
 from runs import after, remove, running
 
 PLACEMENTS = [
