@@ -288,7 +288,8 @@ class MemoryPlan:
         for tier, units in self._units_by_update:
             home = tier if tier == "device" else placement.state_home
             size = self.state_bytes(units)
-            yield PlanLine(home, "optimizer state", 1, size)
+            if size:
+                yield PlanLine(home, "optimizer state", 1, size)
         if placement.generations == 2:
             size = self.state_bytes(self.inventory.units)
             if placement.state_home != "nvme":

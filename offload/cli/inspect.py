@@ -16,8 +16,9 @@ import typer
 
 from ..bytesize import format_bytes
 from ..errors import CheckpointError
-from ..portable.commit import format_of, params_of
-from ..portable.manifest import WEIGHT, Checkpoint, Format, SavedParam
+from ..placement import Formats
+from ..portable.commit import formats_of, params_of
+from ..portable.manifest import WEIGHT, Checkpoint, SavedParam
 from ..portable.reader import read_checkpoint
 from ..store.commits import Found, find_commits
 from ..store.drives import FILE_NAME
@@ -95,7 +96,7 @@ def _of_checkpoint(path: Path, found: Checkpoint) -> dict[str, Any]:
         "tag": path.name,
         "step": found.step,
         "time": found.time,
-        **_model(found.params, found.format),
+        **_model(found.params, found.formats),
         "left_out": left_out,
         "plane_bytes": dict(planes),
         "tensors": {tensor.name: [tensor.dtype, list(tensor.shape)] for tensor in found.tensors},
@@ -108,7 +109,7 @@ def _of_checkpoint(path: Path, found: Checkpoint) -> dict[str, Any]:
 def _of_store(path: Path, commits: Found) -> dict[str, Any]:
     manifest, before, owner = commits.newest, commits.before(), owner_of(path)
     try:
-        kept_as = format_of(manifest.shapes)
+        formats = formats_of(manifest.shapes)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     files = []
@@ -125,7 +126,7 @@ def _of_store(path: Path, commits: Found) -> dict[str, Any]:
         "time": manifest.time,
         "commit_before": None if before is None else _commit(before),
         "problems": commits.problems,
-        **_model(params_of(manifest), kept_as),
+        **_model(params_of(manifest), formats),
         "units": [
             {
                 "name": unit.name,
@@ -162,11 +163,9 @@ def _plane_bytes(manifest: Manifest) -> dict[str, int]:
     return dict(found)
 
 
-def _model(params: Sequence[SavedParam], kept_as: Format) -> dict[str, Any]:
+def _model(params: Sequence[SavedParam], formats: Formats) -> dict[str, Any]:
     return {
-        "rule": kept_as.rule,
-        "precision": kept_as.precision,
-        "state_format": kept_as.state_format,
+        **formats._asdict(),
         "elements": sum(param.numel for param in params),
         "trained_elements": sum(param.numel for param in params if param.trainable),
         "params": [

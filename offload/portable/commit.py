@@ -11,58 +11,55 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..placement import STATE_BLOCK
+from ..placement import STATE_BLOCK, STATE_PLANES, Formats
 from ..store.committed import CommittedFiles
 from ..store.directory import SwapDirectory
 from ..store.layout import Item, PlaneKind
 from ..store.manifest import ITEMSIZES, WEIGHT_DTYPES, Manifest, ParamEntry, Shapes
 from ..store.tensors import Tensors
-from .manifest import FORMATS, WEIGHT, Format, SavedParam
+from .manifest import WEIGHT, SavedParam, planes_of, state_dtypes
 from .saved import torch_dtype
 
 
-def format_of(shapes: Shapes) -> Format:
-    """How what is stored is kept.
+def formats_of(shapes: Shapes) -> Formats:
+    """The formats of what is stored.
 
     Raises:
-        CheckpointError: it is none of our formats, or the planes of a chunk are not as long as it says.
+        CheckpointError: they are none of ours, or the planes of a chunk are not as long as it says.
     """
-    planes = [(plane.name, plane.dtype) for plane in shapes.planes]
-    known = (
-        each
-        for each in FORMATS
-        if WEIGHT_DTYPES[each.precision] == shapes.weight_dtype and [*each.state_dtypes.items()] == planes
-    )
-    found = next(known, None)
-    if found is None:
-        names = ", ".join(f"{name} {dtype}" for name, dtype in planes)
-        raise CheckpointError(
-            f"weights of {shapes.weight_dtype} with state of {names} are no format that is known"
-        )
-    _check_sizes(shapes, found)
-    return found
-
-
-def _check_sizes(shapes: Shapes, kept_as: Format) -> None:
+    formats = _formats_of(shapes)
+    specs = STATE_PLANES[formats]
     number = 0
     for unit in shapes.units:
         for begin, end in pairwise((0, *unit.chunk_ends)):
-            sizes = shapes.plane_bytes[number]
-            wanted = [spec.size_bytes(end - begin) for spec in kept_as.specs]
-            if [*sizes[:-1]] != wanted[:-1] or sizes[-1:] < tuple(
-                wanted[-1:]
-            ):  # the last one fills a page up
+            sizes = [*zip(specs, shapes.plane_bytes[number], strict=True)]
+            fits = all(spec.size_bytes(end - begin) == size for spec, size in sizes[:-1])
+            if not fits or any(spec.size_bytes(end - begin) > size for spec, size in sizes[-1:]):
                 raise CheckpointError(
-                    f"chunk {number} has planes of {[*sizes]} bytes for {end - begin} elements"
+                    f"chunk {number} has planes of {list(shapes.plane_bytes[number])} bytes for {end - begin} elements"
                 )
             number += 1
-        trained = [param for param in unit.params if param.trainable]
-        if kept_as.state_format == "int8" and any(
-            param.offset // ITEMSIZES[shapes.weight_dtype] % STATE_BLOCK for param in trained
+        if formats.state_format == "int8" and any(
+            param.offset // ITEMSIZES[shapes.weight_dtype] % STATE_BLOCK
+            for param in unit.params
+            if param.trainable
         ):
             raise CheckpointError(
                 f"{unit.name}: a parameter does not begin where a block of 8-bit moments does"
             )
+    return formats
+
+
+def _formats_of(shapes: Shapes) -> Formats:
+    found = [(plane.name, plane.dtype) for plane in shapes.planes]
+    for formats in STATE_PLANES:
+        is_weight = WEIGHT_DTYPES[formats.precision] == shapes.weight_dtype
+        if is_weight and [*state_dtypes(formats).items()] == found:
+            return formats
+    names = ", ".join(f"{name} {dtype}" for name, dtype in found)
+    raise CheckpointError(
+        f"weights of {shapes.weight_dtype} with state of {names} are no format that is known"
+    )
 
 
 def params_of(manifest: Manifest) -> list[SavedParam]:
@@ -91,7 +88,7 @@ class CommitFiles:
             self.manifest = manifest = self._files.manifest
             self._tensors = Tensors(directory, manifest.training.get("tensors"))
             try:
-                self.format = format_of(manifest.shapes)
+                self.formats = formats_of(manifest.shapes)
             except CheckpointError as error:
                 raise CheckpointError(f"{directory}: {error}") from None
             self._stack = stack.pop_all()
@@ -112,7 +109,7 @@ class CommitFiles:
         self._last: dict[PlaneKind, tuple[Item, torch.Tensor]] = {}
 
     def planes(self, param: SavedParam) -> Mapping[str, str]:
-        return self.format.planes(param)
+        return planes_of(self.formats, param)
 
     def is_left_out(self, param: SavedParam) -> bool:
         return False

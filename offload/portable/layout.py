@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from ..bytesize import PAGE_BYTES, GiB
 from ..models.safetensors_file import FileLayout, TensorSpec, lay_out
-from .manifest import WEIGHT, Format, SavedParam, plane_elements
+from ..placement import Formats
+from .manifest import WEIGHT, SavedParam, plane_elements, planes_of
 
 SHARD_BYTES = 5 * GiB
 """A file is closed before it would become larger, unless one unit alone is, or there would be too many."""
@@ -38,7 +39,7 @@ class FilePlan:
 
 def plan_files(
     units: Sequence[Sequence[SavedParam]],
-    kept_as: Format,
+    formats: Formats,
     tensors: Mapping[str, TensorSpec],
     *,
     nonce: str,
@@ -56,7 +57,7 @@ def plan_files(
     wanted = [[param for param in unit if param.trainable or not exclude_frozen] for unit in units]
     for kind, of_unit in (
         ("weights", [[*_weights(unit)] for unit in wanted]),
-        ("state", [[*_states(unit, kept_as)] for unit in wanted]),
+        ("state", [[*_states(unit, formats)] for unit in wanted]),
         ("tensors", [[(("", name), spec) for name, spec in tensors.items()]]),
     ):
         total = sum(spec.num_bytes for unit in of_unit for _, spec in unit)
@@ -81,9 +82,9 @@ def _weights(params: Iterable[SavedParam]) -> Iterator[_Keyed]:
         yield (param.name, WEIGHT), TensorSpec(param.name, param.memory_shape, param.dtype)
 
 
-def _states(params: Iterable[SavedParam], kept_as: Format) -> Iterator[_Keyed]:
+def _states(params: Iterable[SavedParam], formats: Formats) -> Iterator[_Keyed]:
     for param in params:
-        for plane, dtype in kept_as.planes(param).items():
+        for plane, dtype in planes_of(formats, param).items():
             if plane != WEIGHT:
                 shape = (
                     (plane_elements(plane, param.numel) // 2, 2) if plane == "scale" else param.memory_shape

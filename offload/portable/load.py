@@ -10,7 +10,7 @@ bits are copied; else by way of the fp32 master and fp32 moments, as `checkpoint
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from ..optim.moments import encode
 from ..partition import StoredParam
 from ..plan import Chunk
 from ..store.committed import sum_of
-from .manifest import WEIGHT, Format, SavedParam
+from .manifest import WEIGHT, SavedParam
 from .save import cut, members
 from .saved import PIECE_BYTES, Reordered, Saved, read_master, read_moments, torch_dtype
 
@@ -62,10 +62,10 @@ def match(engine: OffloadEngine, saved: Saved, *, strict: bool = True, weights_o
             pairs[stored] = found
     known = set(pairs.values())
     unknown = [param.name for param in saved.params if param not in known]
-    there, here = saved.format.rule, engine.plan.placement.rule
-    if strict and not weights_only and there != here:
-        raise CheckpointError(f"it was trained by the rule of {there}, and this optimizer's is {here}")
-    is_whole = not (weights_only or missing or unknown) and there == here
+    is_whole = not (weights_only or missing or unknown)
+    rules = saved.formats.rule, engine.plan.placement.rule
+    if rules[0] != rules[1] and not weights_only:
+        raise CheckpointError(f"its optimizer state is that of {rules[0]}, and {rules[1]} is trained here")
     if not pairs:
         raise CheckpointError(f"it has none of this model's parameters; it has {_named(unknown)}")
     if strict and missing:
@@ -140,13 +140,15 @@ def load(engine: OffloadEngine, saved: Saved, matched: Match) -> None:
         TransferError: something cannot be read or written, or has changed; the engine has stopped.
     """
     engine.settle()
-    there, here = saved.format, Format.of(engine.plan.placement)
-    if matched.is_whole and there.state_format != here.state_format:
+    there, here = saved.formats, engine.plan.placement.formats
+    if matched.is_whole and there != here:
         how = "as it is" if here.state_format == "fp32" else "rounded to the nearest"
         logger.info(
             "optimizer state saved as %s is kept as %s from now on: taken over %s",
-            there.state_format, here.state_format, how,
-        )  # fmt: skip
+            there.state_format,
+            here.state_format,
+            how,
+        )
     engine.pipeline.cancel_announced()
     try:
         for unit in range(len(engine.partition.units)):
@@ -200,7 +202,7 @@ def _load_chunk(
         weight = stored.flat_view(plane)[first : first + end - begin]
         _load_master(source, param, first, weight, own.get("residual"))
         if matched.is_whole:
-            _load_moments(source, param, first, first + end - begin, own)
+            _load_moments(source, param, first, first + end - begin, own, engine.optimizer.moments)
     engine.write_chunk(chunk, buffer)
 
 
@@ -224,9 +226,14 @@ def _load_master(
 
 
 def _load_moments(
-    source: Saved, param: SavedParam, begin: int, end: int, planes: dict[str, torch.Tensor]
+    source: Saved,
+    param: SavedParam,
+    begin: int,
+    end: int,
+    planes: dict[str, torch.Tensor],
+    names: Sequence[str],
 ) -> None:
-    kinds, names = source.planes(param), source.format.moments
+    kinds = source.planes(param)
     own = {name: planes[name] for name in (*names, "scale") if name in planes}
     if all(kinds.get(name) == str(values.dtype).removeprefix("torch.") for name, values in own.items()):
         for name, values in own.items():

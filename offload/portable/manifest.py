@@ -18,17 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..bytesize import MiB, format_bytes
-from ..config.training import Rule
 from ..errors import CheckpointError
-from ..placement import (
-    MOMENTS,
-    STATE_BLOCK,
-    STATE_PLANES,
-    Placement,
-    PlaneSpec,
-    StateFormat,
-    WeightFormat,
-)
+from ..placement import STATE_BLOCK, STATE_PLANES, Formats
 from ..store.manifest import ITEMSIZES, WEIGHT_DTYPES
 from ..untrusted import seal
 
@@ -37,51 +28,20 @@ FORMAT, VERSION = "offload checkpoint", 1
 MANIFEST_BYTES_MAX = 64 * MiB
 WEIGHT = "weight"
 
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """How what is trained is kept: the rule of its updates, the precision of training, the format of moments."""
-
-    rule: Rule
-    precision: WeightFormat
-    state_format: StateFormat
-
-    @classmethod
-    def of(cls, placement: Placement) -> Format:
-        """That of a live engine."""
-        return cls(placement.rule, placement.precision, placement.state_format)
-
-    @property
-    def specs(self) -> tuple[PlaneSpec, ...]:
-        """The state planes, and their sizes."""
-        return STATE_PLANES[self.rule, self.precision, self.state_format]
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        return MOMENTS[self.rule]
-
-    @property
-    def state_dtypes(self) -> dict[str, str]:
-        """The state planes of what is trained, and the types of their elements."""
-        return {spec.name: _dtype(spec) for spec in self.specs}
-
-    def planes(self, param: SavedParam) -> dict[str, str]:
-        """The planes of a parameter, its weight first, and the types of their elements."""
-        if not param.trainable:
-            return {WEIGHT: param.dtype}
-        return {WEIGHT: WEIGHT_DTYPES[self.precision], **self.state_dtypes}
+_MOMENT_DTYPES = {1: "int8", 2: "bfloat16", 4: "float32"}
+_DTYPES = {
+    "residual": {1: "int8", 2: "int16"},
+    "exp_avg_sq": {**_MOMENT_DTYPES, 1: "uint8"},
+    "scale": {8: "float32"},
+}
+"""Of state planes, by bytes per element, where they are not as other moments; a scale has two numbers to a block."""
 
 
-FORMATS = tuple(Format(*key) for key in STATE_PLANES)
-"""All that there are."""
-
-
-def _dtype(spec: PlaneSpec) -> str:
-    """A scale is two numbers to a block, and a second moment has no sign."""
-    if spec.name == "residual":
-        return {1: "int8", 2: "int16"}[spec.itemsize]
-    one = "uint8" if spec.name == "exp_avg_sq" else "int8"
-    return {1: one, 2: "bfloat16", 4: "float32", 8: "float32"}[spec.itemsize]
+def state_dtypes(formats: Formats) -> dict[str, str]:
+    """The state planes of what is trained, and the types of their elements."""
+    return {
+        spec.name: _DTYPES.get(spec.name, _MOMENT_DTYPES)[spec.itemsize] for spec in STATE_PLANES[formats]
+    }
 
 
 def plane_elements(plane: str, numel: int) -> int:
@@ -159,7 +119,7 @@ class Checkpoint:
     step: int
     time: int
     """Seconds since 1970."""
-    format: Format
+    formats: Formats
     files: tuple[FileEntry, ...]
     params: tuple[SavedParam, ...]
     places: tuple[Mapping[str, Place], ...]
@@ -172,7 +132,7 @@ class Checkpoint:
 
     def planes(self, param: SavedParam) -> dict[str, str]:
         """The planes of a parameter and the types of their elements."""
-        return self.format.planes(param)
+        return planes_of(self.formats, param)
 
     def each(self) -> Iterator[tuple[SavedParam, str, Place, int]]:
         """Every plane of every parameter that was not left out: whose, which, where, and its bytes."""
@@ -196,7 +156,7 @@ class Checkpoint:
         body = {
             "step": self.step,
             "time": self.time,
-            "format": [self.format.rule, self.format.precision, self.format.state_format],
+            **self.formats._asdict(),
             "files": [[file.name, file.size, file.header_bytes, file.header_crc32c] for file in self.files],
             "params": [
                 [
@@ -220,6 +180,13 @@ class Checkpoint:
                 f" may take {format_bytes(MANIFEST_BYTES_MAX)}; keep client_state small"
             )
         return encoded
+
+
+def planes_of(formats: Formats, param: SavedParam) -> dict[str, str]:
+    """The planes of a parameter, its weight first, and the types of their elements."""
+    if not param.trainable:
+        return {WEIGHT: param.dtype}
+    return {WEIGHT: WEIGHT_DTYPES[formats.precision], **state_dtypes(formats)}
 
 
 def _place_list(place: Place) -> list[int | None]:

@@ -9,22 +9,22 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..store.manifest import ITEMSIZES
+from ..placement import MOMENTS, STATE_PLANES, Formats
+from ..store.manifest import ITEMSIZES, WEIGHT_DTYPES
 from ..untrusted import BYTES_MAX, COUNT_MAX, Value, body_of, load_json, read_small_file, refuse, shown
 from .manifest import (
     FORMAT,
-    FORMATS,
     MANIFEST_BYTES_MAX,
     NAME,
     VERSION,
     WEIGHT,
     Checkpoint,
     FileEntry,
-    Format,
     Place,
     SavedParam,
     SavedTensor,
     plane_elements,
+    planes_of,
 )
 
 FILES_MAX, PARAMS_MAX, DIMENSIONS_MAX, ALIASES_MAX = 1 << 16, 1 << 18, 32, 256
@@ -54,14 +54,18 @@ def decode(data: bytes) -> Checkpoint:
     """
     body = Value("", load_json(body_of(data, FORMAT, VERSION))).of_type(dict, "an object")
     known = (
-        "step", "time", "format", "files", "params", "tensors", "model", "training",
+        "step", "time", "rule", "precision", "state_format", "files", "params", "tensors", "model", "training",
     )  # fmt: skip
     for name in body.keys() ^ set(known):
         refuse(shown(name)[1:-1], "it is missing" if name in known else "no checkpoint has it")
     field = {name: Value(name, body[name]) for name in known}
-    kept_as = _format(field["format"])
+    rule, precision = field["rule"].one_of((*MOMENTS,)), field["precision"].one_of((*WEIGHT_DTYPES,))
+    known_formats: dict[str, Formats] = {
+        of.state_format: of for of in STATE_PLANES if of[:2] == (rule, precision)
+    }
+    formats = known_formats[field["state_format"].one_of((*known_formats,))]
     files = field["files"].each(_file, FILES_MAX)
-    rows = [_param(value, kept_as, files) for value in field["params"].elements(PARAMS_MAX)]
+    rows = [_param(value, formats, files) for value in field["params"].elements(PARAMS_MAX)]
     params, places = tuple(param for param, _ in rows), tuple(found for _, found in rows)
     tensors = field["tensors"].each(lambda value: _tensor(value, files), PARAMS_MAX)
     for what, names in (
@@ -74,7 +78,7 @@ def decode(data: bytes) -> Checkpoint:
     found = Checkpoint(
         step=field["step"].whole(0, COUNT_MAX),
         time=field["time"].whole(0, COUNT_MAX),
-        format=kept_as,
+        formats=formats,
         files=files,
         params=params,
         places=places,
@@ -86,14 +90,6 @@ def decode(data: bytes) -> Checkpoint:
     return found
 
 
-def _format(value: Value) -> Format:
-    words = tuple(word.text() for word in value.elements(3, 3))
-    found = [each for each in FORMATS if (each.rule, each.precision, each.state_format) == words]
-    if not found:
-        refuse(value.where, f"{shown(', '.join(words))} is no format that is known")
-    return found[0]
-
-
 def _file(value: Value) -> FileEntry:
     name, size, header_bytes, crc32c = value.elements(4, 4)
     text, whole = name.text(), size.whole(0, BYTES_MAX)
@@ -103,7 +99,7 @@ def _file(value: Value) -> FileEntry:
 
 
 def _param(
-    value: Value, kept_as: Format, files: Sequence[FileEntry]
+    value: Value, formats: Formats, files: Sequence[FileEntry]
 ) -> tuple[SavedParam, Mapping[str, Place]]:
     name, shape, stride, dtype, trainable, aliases, listed = value.elements(7, 7)
     sizes = _sizes(shape)
@@ -117,7 +113,7 @@ def _param(
         aliases.each(Value.text, ALIASES_MAX),
     )
     _check_dense(value, param)
-    planes = kept_as.planes(param)
+    planes = planes_of(formats, param)
     if param.dtype != planes[WEIGHT]:
         refuse(dtype.where, f"trained weights are {planes[WEIGHT]} here, not {param.dtype}")
     found = {}

@@ -29,7 +29,7 @@ from ..plan import Chunk
 from . import directory as places
 from .files import Writer, wait_for
 from .layout import plan_files
-from .manifest import WEIGHT, Checkpoint, Format, SavedParam, SavedTensor
+from .manifest import WEIGHT, Checkpoint, SavedParam, SavedTensor, planes_of
 
 logger = logging.getLogger("offload")
 
@@ -80,14 +80,14 @@ def save(
     root, began = Path(os.path.abspath(os.path.expanduser(directory))), time.monotonic()
     engine.settle()
     params = [[saved_param(stored) for stored in unit] for unit in engine.partition.units]
-    kept_as = Format.of(engine.plan.placement)
+    placement = engine.plan.placement
     specs = {
         name: TensorSpec(name, tuple(tensor.shape), str(tensor.dtype))
         for name, tensor in content.tensors.items()
     }
     plan = plan_files(
         params,
-        kept_as,
+        placement.formats,
         specs,
         nonce=secrets.token_hex(4),
         exclude_frozen=exclude_frozen,
@@ -104,11 +104,11 @@ def save(
         checkpoint = Checkpoint(
             step=content.step,
             time=int(time.time()),
-            format=kept_as,
+            formats=placement.formats,
             files=tuple(writer.entries()),
             params=tuple(param for unit in params for param in unit),
             places=tuple(
-                {plane: writer.place(param.name, plane) for plane in kept_as.planes(param)}
+                {plane: writer.place(param.name, plane) for plane in _planes(engine, param)}
                 for unit in params
                 for param in unit
             ),
@@ -127,6 +127,10 @@ def save(
     size, seconds = format_bytes(plan.bytes_total), time.monotonic() - began
     logger.info("%s: saved step %d, %s in %.1f s", folder, content.step, size, seconds)
     return folder
+
+
+def _planes(engine: OffloadEngine, param: SavedParam) -> dict[str, str]:
+    return planes_of(engine.plan.placement.formats, param)
 
 
 def _write_unit(engine: OffloadEngine, unit: int, writer: Writer) -> None:

@@ -13,7 +13,6 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -25,11 +24,11 @@ from ..errors import CheckpointError, TransferError
 from ..links import buffer_of
 from ..optim import kernels
 from ..optim.moments import decoded
-from ..placement import STATE_BLOCK
+from ..placement import MOMENTS, STATE_BLOCK, Formats
 from ..store.committed import sum_of
 from ..store.crc import join
 from ..store.manifest import ITEMSIZES
-from .manifest import NAME, WEIGHT, Checkpoint, Format, Place, SavedParam, plane_elements
+from .manifest import NAME, WEIGHT, Checkpoint, Place, SavedParam, plane_elements
 from .reader import read_checkpoint
 
 PIECE_BYTES = 16 * MiB
@@ -39,7 +38,7 @@ class Saved(Protocol):
     """A state of training that lies somewhere. See Note [Pieces]."""
 
     where: Path
-    format: Format
+    formats: Formats
     step: int
     params: Sequence[SavedParam]
     training: dict[str, Any]
@@ -91,14 +90,14 @@ class TensorsOf(Mapping[str, torch.Tensor]):
 
 
 def read_moments(saved: Saved, param: SavedParam, begin: int, end: int) -> dict[str, torch.Tensor]:
-    """Elements [begin, end) of all moments, in fp32."""
-    names, first, last = saved.format.moments, begin, end
-    if saved.format.state_format == "int8":  # whole blocks, which have their scales
+    """Elements [begin, end) of the moments, by name, in fp32."""
+    first, last, names = begin, end, MOMENTS[saved.formats.rule]
+    stored_as = names
+    if saved.formats.state_format == "int8":
         first = begin // STATE_BLOCK * STATE_BLOCK
         last = min(-(-end // STATE_BLOCK) * STATE_BLOCK, param.numel)
-    kinds = saved.planes(param)
-    planes = {name: saved.read(param, name, first, last) for name in (*names, "scale") if name in kinds}
-    values = decoded(planes, names) if names else {}
+        stored_as = (*names, "scale")
+    values = decoded({plane: saved.read(param, plane, first, last) for plane in stored_as}, names)
     return {name: value[begin - first : end - first] for name, value in values.items()}
 
 
@@ -129,13 +128,14 @@ class Reordered:
         self.where, self.step = saved.where, saved.step
         self.params: Sequence[SavedParam] = [param]
         self.training, self.model = saved.training, saved.model
-        self.format = replace(saved.format, state_format="fp32")
+        self.formats = saved.formats._replace(state_format="fp32")
         """Blocks of rounded moments are other ones in another order: they are read as their values."""
         self._whole: dict[str, torch.Tensor] = {}
 
     def planes(self, param: SavedParam) -> Mapping[str, str]:
         kinds = self._saved.planes(param)
-        values = {name: "float32" if name in self.format.moments else kind for name, kind in kinds.items()}
+        moments = MOMENTS[self.formats.rule]
+        values = {name: "float32" if name in moments else kind for name, kind in kinds.items()}
         values.pop("scale", None)
         return values
 
@@ -151,7 +151,7 @@ class Reordered:
         return self._whole[plane][begin:end]
 
     def _take(self, param: SavedParam, plane: str) -> None:
-        if plane in self.format.moments:
+        if plane in MOMENTS[self.formats.rule]:
             values = read_moments(self._saved, param, 0, param.numel)
         else:
             values = {plane: self._saved.read(param, plane, 0, param.numel)}
@@ -210,7 +210,7 @@ class CheckpointFiles:
                 stack.callback(os.close, self._fds[-1])
             self._stack = stack.pop_all()
         found = self.checkpoint
-        self.format, self.step = found.format, found.step
+        self.formats, self.step = found.formats, found.step
         self.params: Sequence[SavedParam] = found.params
         self.training, self.model = found.training, found.model
         self._places = dict(zip((param.name for param in found.params), found.places, strict=True))

@@ -1,7 +1,12 @@
 """Fixtures of the cases with an accelerator."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from devices import Counting
+
+sys.path.append(str(Path(__file__).parents[1] / "step"))
 
 
 @pytest.fixture

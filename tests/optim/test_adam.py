@@ -82,6 +82,7 @@ def test_hundred_steps_are_torchs_fused_adam_bit_for_bit(adamw_mode: bool, chang
 @pytest.mark.parametrize("weight_decay", [0.0, 0.5])
 @pytest.mark.parametrize("adamw_mode", [True, False])
 def test_decay_lands_where_torch_puts_it(adamw_mode: bool, weight_decay: float) -> None:
+    """N16."""
     for format_ in FORMATS:
         assert_tracks_torch(1025, format_, steps=50, adamw_mode=adamw_mode, weight_decay=weight_decay)
 
@@ -94,12 +95,14 @@ def test_any_beta1_equals_torch(beta1: float) -> None:
 @pytest.mark.parametrize("numel", NUMELS)
 @pytest.mark.parametrize("format_", FORMATS)
 def test_every_length_equals_torch_and_stays_inside(format_: str, numel: int) -> None:
+    """N18, with canaries around."""
     assert_tracks_torch(numel, format_, steps=3)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("adamw_mode", [True, False])
 def test_instruction_sets_give_the_same_bits(format_: str, adamw_mode: bool) -> None:
+    """N19: N18 on each."""
     weight_format, grad_format = format_.split("/")
     for numel in NUMELS:
         start = Planes.midway(numel, weight_format, seed=numel)
@@ -154,7 +157,7 @@ def test_denormals_do_not_depend_on_the_flush_setting_of_the_caller() -> None:
 
 
 def test_clones_updated_one_after_another_stay_equal() -> None:
-    """Sub-groups that share a native step counter drift apart; here nothing is carried from call to call."""
+    """N06: sub-groups that share a native step counter drift apart; here nothing is carried from call to call."""
     param = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     reference = torch_optimizer(param, adamw_mode=True)
     clones = [Planes.start(param, "bf16") for _ in range(3)]
@@ -170,6 +173,7 @@ def test_clones_updated_one_after_another_stay_equal() -> None:
 
 
 def test_steps_out_of_order_and_changed_betas_recompute_the_powers() -> None:
+    """N06."""
     param = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     reference = torch_optimizer(param, adamw_mode=True)
     planes = Planes.start(param, "fp32")
@@ -193,7 +197,7 @@ def test_steps_out_of_order_and_changed_betas_recompute_the_powers() -> None:
 
 
 def test_segments_keep_their_own_hyper_parameters_and_gaps_keep_their_bits() -> None:
-    """Groups interleaved in one chunk, parameters without gradient between them, each at its own step."""
+    """N21: groups interleaved in one chunk, parameters without gradient between them, each at its own step."""
     numel = 100_000
     rng = random.Random(3)
     cuts = sorted({0, numel, *(rng.randrange(numel) for _ in range(40))})
@@ -239,7 +243,7 @@ def test_grad_scale_is_a_product_with_the_gradient() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_non_finite_gradient_never_makes_a_plausible_weight(bad: float) -> None:
-    """The norm warns the caller; if the step is made nevertheless, that element, it alone, is not finite."""
+    """N12: the norm warns the caller; if the step is made nevertheless, that element, it alone, is not finite."""
     for isa in kernels.isas():
         planes, clean = Planes.midway(100, "bf16"), Planes.midway(100, "bf16")
         grad = gradient(100, "bf16", 0)

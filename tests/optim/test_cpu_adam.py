@@ -152,6 +152,28 @@ def test_any_format_loads_any_other(saved_format: Any, state_format: Any) -> Non
             assert bool(((value - wanted).abs() <= allowed).all()), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (1,), (17,), (1, 1024), (3, 341), (31, 33), (2, 3, 5, 7), (8, 8, 4, 4)], ids=str
+)
+def test_every_shape_is_updated_whole(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """N18: all elements, in as many dimensions as there are."""
+    generator = torch.Generator().manual_seed(0)
+    master = torch.randn(shape, generator=generator)
+    ours, theirs = nn.Parameter(master.clone().to(dtype)), nn.Parameter(master.to(dtype).float().clone())
+    optimizer = offload.CPUAdam([ours], lr=0.1)
+    reference = torch.optim.AdamW([theirs], lr=0.1, foreach=False)
+    for _ in range(3):
+        grad = torch.randn(shape, generator=generator).to(dtype)
+        ours.grad, theirs.grad = grad, grad.float()
+        optimizer.step()
+        reference.step()
+    expected = theirs.detach().to(dtype)
+    tolerance = {"rtol": 2e-6, "atol": 1e-7} if dtype is torch.float32 else {"rtol": 2**-7, "atol": 0.0}
+    torch.testing.assert_close(ours.detach(), expected, **tolerance)
+    assert not ours.numel() or not torch.equal(ours.detach(), master.to(dtype))
+
+
 def test_non_contiguous_parameters() -> None:
     """Transposed and channels_last ones, and slices of others, keep their layout, and their neighbours."""
     generator = torch.Generator().manual_seed(3)

@@ -101,6 +101,7 @@ def test_the_extension_itself_refuses_sizes_that_do_not_fit() -> None:
 
 
 def test_isas_end_with_scalar_and_an_unsupported_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N19."""
     assert kernels.isas()[-1] == "scalar"
     assert set(kernels.isas()) <= {"avx512", "avx2", "scalar"}
     with pytest.raises(
@@ -118,6 +119,7 @@ def test_isas_end_with_scalar_and_an_unsupported_one_is_an_error(monkeypatch: py
 
 
 def test_the_choice_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """N19, P01."""
     kernels._log_choice.cache_clear()
     monkeypatch.setenv("OFFLOAD_ISA", "scalar")
     with caplog.at_level(logging.INFO, "offload.optim"):
@@ -128,7 +130,21 @@ def test_the_choice_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     ]
 
 
+@pytest.mark.parametrize(("threads", "level"), [(1, "WARNING"), (2, "INFO")])
+def test_one_thread_is_warned_of(
+    threads: int, level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P01."""
+    kernels._log_choice.cache_clear()
+    monkeypatch.setattr(kernels, "default_threads", lambda: threads)
+    with caplog.at_level(logging.INFO, "offload.optim"):
+        kernels.adam(**arrays(), step=1, **HYPER)
+    assert [record.levelname for record in caplog.records] == [level]
+    kernels._log_choice.cache_clear()
+
+
 def test_default_threads_share_the_cores_and_ignore_omp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P01."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)), raising=False)
     monkeypatch.setattr(kernels.psutil, "cpu_count", lambda logical: 16)
@@ -229,7 +245,7 @@ def test_workers_sleep_between_calls_and_take_no_signals() -> None:
 
 
 def test_a_missing_extension_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module is loaded once more, under another name, while the extension cannot be."""
+    """A03: the module is loaded once more, under another name, while the extension cannot be."""
     monkeypatch.setitem(sys.modules, "offload._adam", None)
     monkeypatch.delattr(offload, "_adam")
     spec = importlib.util.spec_from_file_location("offload.optim.kernels_again", kernels.__file__)
@@ -240,7 +256,7 @@ def test_a_missing_extension_is_explained(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_wide_instructions_stay_in_the_dispatched_kernels() -> None:
-    """A build dies of an illegal instruction elsewhere if one wide instruction leaks into common code."""
+    """A04: a build dies of an illegal instruction elsewhere if one wide instruction leaks into common code."""
     objdump = shutil.which("objdump")
     if objdump is None:
         pytest.skip("no objdump here")

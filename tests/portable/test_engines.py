@@ -39,10 +39,9 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("kept_as", ["fp32", "bf16"])
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_goes_on_from_a_checkpoint_and_a_commit(rule, kept_as, swap_path, tmp_path):
-    training = Training("bf16", "fp32" if rule == "sgd" else kept_as, steps=4)
+def test_every_rule_goes_on_from_a_checkpoint_and_a_commit(rule, swap_path, tmp_path):
+    training = Training("bf16", "fp32" if rule in ("sgd", "adagrad") else "bf16", steps=4)
     batches, other = training.batches(), tmp_path / "other"
     other.mkdir()
 
@@ -68,7 +67,7 @@ def test_every_rule_goes_on_from_a_checkpoint_and_a_commit(rule, kept_as, swap_p
     engine, model, optimizer = begin(Placement("cpu", "cpu"), other, 1, optimizer=wrong)
     with (
         engine,
-        pytest.raises(CheckpointError, match=f"trained by the rule of {rule}, and this optimizer's is"),
+        pytest.raises(CheckpointError, match=f"its optimizer state is that of {rule}, and"),
     ):
         optimizer.engine.load_checkpoint(sources[0])
     remove(swap_path)

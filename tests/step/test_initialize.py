@@ -424,7 +424,7 @@ def test_step_without_gradients_changes_nothing(begin):
 
 @pytest.mark.parametrize("form", ["adamw", "adam", "class", "partial", "function", "tensor"])
 def test_client_optimizer_trains_as_torch(begin, form):
-    """G09: every accepted form, with three groups; the configuration's own block does not count."""
+    """G09, N21: every accepted form, with three groups; the configuration's own block does not count."""
     kind = torch.optim.Adam if form == "adam" else torch.optim.AdamW
     model, plain = net(), net()
     arguments = {}

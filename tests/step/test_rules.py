@@ -96,6 +96,28 @@ def test_rounded_moments_learn_as_exact_ones(rule):
     assert abs(rounded - exact) < 0.02 * losses["fp32"][0]
 
 
+@pytest.mark.parametrize("rule", ["momentum", "lion"])
+def test_a_cycle_of_torch_moves_the_momentum_too(rule, swap_path):
+    """OneCycleLR sets the momentum of SGD, and the first beta of Lion, at every step."""
+    training = Training(rule=rule, steps=6)
+
+    def cycle(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=7)
+
+    plain = training.model()
+    reference = training.plain_optimizer([{"params": list(plain.parameters())}])
+    schedule, expected = cycle(reference), []
+    for batch in training.batches():
+        expected += steps(plain, reference, [batch])
+        schedule.step()
+    with prepared(training, Placement("nvme", "nvme"), swap_path) as (model, optimizer):
+        schedule, losses = cycle(optimizer), []
+        for batch in training.batches():
+            losses += steps(model, optimizer, [batch])
+            schedule.step()
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+
 # -- state ------------------------------------------------------------------------------------------------
 
 

@@ -254,6 +254,16 @@ def test_momentum_stays_without_cycle():
     assert all(step == [(0.85, 0.98)] for step in seen)
 
 
+def test_of_sgd_the_rate_alone_is_cycled():
+    """As in DeepSpeed, whose cycle of the momentum is for optimizers that have betas."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    cycle = config("OneCycle", cycle_min_lr=0.01, cycle_max_lr=0.1, cycle_first_step_size=2)
+    scheduler = build_scheduler(cycle, optimizer, total_steps=None)
+    seen = steps_of(scheduler, optimizer, 4, lambda group: (group["lr"], group["momentum"]))
+    assert len({lr for ((lr, _),) in seen}) > 1
+    assert {momentum for ((_, momentum),) in seen} == {0.9}
+
+
 def test_momentum_that_would_reach_one_is_refused():
     params = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3}
     growing = config("OneCycle", **params, decay_step_size=4, decay_mom_rate=0.01)
