@@ -33,8 +33,8 @@ from .portable.load import load, match
 from .portable.save import Content, save
 from .portable.saved import CheckpointFiles, TensorsOf
 from .resuming import find_target, has_manifest, read_training, shapes_for
-from .store import SwapStore
 from .store.commits import find_commits
+from .store.swap import SwapStore
 from .store.tensors import forget_tensors, write_tensors
 from .training_state import Stateful, TrainingState, capture, check_engine, restore, restore_part
 from .weights import HostSlots, StreamedWeights
