@@ -7,12 +7,12 @@ import time
 
 import pytest
 import torch
+from interrupted import GIB, after, remove, running, settings, start
 from models import WIDTH, Placement, Training
 from torch import nn
 
 import offload
 from offload.errors import CheckpointError, ConfigError, OffloadError, StoreError, TransferError
-from runs import GIB, after, remove, running, settings, start
 
 NVME = Placement("nvme", "nvme", "step")
 RESIDENT = Placement("cpu", "nvme", "step")
