@@ -286,9 +286,14 @@ class SavedEngine(OffloadEngine):
     # -- going on -----------------------------------------------------------------------------------------
 
     def take_over(self) -> None:
-        """Makes everything beside the planes what it was at the commit that the store was opened from."""
-        if self._going_on is not None:
+        """Makes everything beside the planes what it was at the commit that the store was opened from, or closes."""
+        if self._going_on is None:
+            return
+        try:
             self._restore(self._going_on)
+        except BaseException:
+            self.close()
+            raise
 
     def load_checkpoint(
         self,

@@ -154,7 +154,9 @@ def _left_behind(path: Path) -> Iterator[Fact]:
         if is_in_use(folder):
             yield Fact("swap in use", text)
         elif is_committed(folder):
-            yield Fact("last commit", f"{text}; `rm -r {shlex.quote(str(folder))}` gives it up")
+            yield Fact(
+                "last commit", f"{text}; go on from it, or `rm -r {shlex.quote(str(folder))}` gives it up"
+            )
         else:
             hint = f"the next run with this path removes it, or `rm -r {shlex.quote(str(folder))}`"
             yield Fact("left behind", text, "slow", hint)

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from interrupted import remove
 from kills import Loop, undisturbed
 
 from offload import aio, lifetime
 from offload.errors import CheckpointError, OffloadError, StoreError, TransferError
-from runs import remove
 
 sys.path.append(str(Path(__file__).parents[1] / "store"))
 from power import Disk, PowerCut

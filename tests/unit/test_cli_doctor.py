@@ -339,7 +339,7 @@ def test_swap_directories_of_the_living_and_the_dead(tmp_path: Path) -> None:
         living.close()
     by_name = {fact.name: fact for fact in facts}
     assert by_name["last commit"].state == "ok" and by_name["last commit"].value.endswith(
-        f"of an unknown process; `rm -r {kept}` gives it up"
+        f"of an unknown process; go on from it, or `rm -r {kept}` gives it up"
     )
     assert len(facts) == 3 and by_name["swap in use"].state == "ok"
     assert f"of process {os.getpid()}, started " in by_name["swap in use"].value
