@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
-from typing import Literal, NoReturn, get_args
+from typing import Literal, NamedTuple, NoReturn, get_args
 
 from . import metrics
 from .bytesize import PAGE_BYTES, align_up
@@ -56,6 +56,14 @@ MOMENTS: dict[Rule, tuple[str, ...]] = {
 """The planes of moments of each rule, by torch's names for them."""
 
 
+class Formats(NamedTuple):
+    """What decides which planes of state a trained parameter has."""
+
+    rule: Rule
+    precision: WeightFormat
+    state_format: StateFormat
+
+
 def _state_planes(rule: Rule, precision: WeightFormat, state_format: StateFormat) -> tuple[PlaneSpec, ...]:
     itemsize = {"fp32": 4, "bf16": 2, "int8": 1}[state_format]
     planes = [PlaneSpec(name, itemsize) for name in MOMENTS[rule]]
@@ -73,12 +81,12 @@ def state_formats(rule: Rule, precision: WeightFormat) -> tuple[StateFormat, ...
     return ("fp32", "bf16", "int8") if rule == "adam" and precision == "bf16" else ("fp32", "bf16")
 
 
-STATE_PLANES: dict[tuple[Rule, WeightFormat, StateFormat], tuple[PlaneSpec, ...]] = {
-    (rule, precision, kept_as): _state_planes(rule, precision, kept_as)
+STATE_PLANES: dict[Formats, tuple[PlaneSpec, ...]] = {
+    Formats(rule, precision, kept_as): _state_planes(rule, precision, kept_as)
     for rule, precision in product(MOMENTS, get_args(WeightFormat))
     for kept_as in state_formats(rule, precision)
 }
-"""By rule, precision of training and format of state: what lies side by side in the extent of a chunk."""
+"""What lies side by side in the extent of a chunk."""
 
 WEIGHT_ITEMSIZE = {"bf16": 2, "fp32": 4}
 
@@ -154,8 +162,12 @@ class Placement:
         return self.state_home == "nvme" or self.generations == 2
 
     @property
+    def formats(self) -> Formats:
+        return Formats(self.rule, self.precision, self.state_format)
+
+    @property
     def state_planes(self) -> tuple[PlaneSpec, ...]:
-        return STATE_PLANES[self.rule, self.precision, self.state_format]
+        return STATE_PLANES[self.formats]
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -212,7 +224,7 @@ def placement_of(
     state_format = states.state_format if MOMENTS[rule] else "fp32"
     if (state_format != "fp32" or rule != "adam") and (state_home == "device" or device_share):
         _refuse_on_device(optimizer.type, rule, state_format, states.device)
-    if not STATE_PLANES[rule, precision, state_format] and state_home == "nvme":
+    if not STATE_PLANES[Formats(rule, precision, state_format)] and state_home == "nvme":
         state_home = "host"  # there is none
     device_bytes = None
     if device_free_bytes is not None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("offload")
 
-RECORD_FILE = "run.json"
+RECORD_FILE = "committed.json"
 MANIFEST_NAMES = ("manifest-0.json", "manifest-1.json")
 """As in `store.directory`, which loads torch."""
 SAVE_EVERY = 10

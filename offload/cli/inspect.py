@@ -16,6 +16,7 @@ import typer
 
 from ..bytesize import format_bytes
 from ..errors import CheckpointError
+from ..placement import Formats
 from ..portable.commit import formats_of, params_of
 from ..portable.manifest import WEIGHT, Checkpoint, SavedParam
 from ..portable.reader import read_checkpoint
@@ -95,7 +96,7 @@ def _of_checkpoint(path: Path, found: Checkpoint) -> dict[str, Any]:
         "tag": path.name,
         "step": found.step,
         "time": found.time,
-        **_model(found.params, found.precision, found.state_format),
+        **_model(found.params, found.formats),
         "left_out": left_out,
         "plane_bytes": dict(planes),
         "tensors": {tensor.name: [tensor.dtype, list(tensor.shape)] for tensor in found.tensors},
@@ -108,7 +109,7 @@ def _of_checkpoint(path: Path, found: Checkpoint) -> dict[str, Any]:
 def _of_store(path: Path, commits: Found) -> dict[str, Any]:
     manifest, before, owner = commits.newest, commits.before(), owner_of(path)
     try:
-        precision, state_format = formats_of(manifest.shapes)
+        formats = formats_of(manifest.shapes)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     files = []
@@ -125,7 +126,7 @@ def _of_store(path: Path, commits: Found) -> dict[str, Any]:
         "time": manifest.time,
         "commit_before": None if before is None else _commit(before),
         "problems": commits.problems,
-        **_model(params_of(manifest), precision, state_format),
+        **_model(params_of(manifest), formats),
         "units": [
             {
                 "name": unit.name,
@@ -162,10 +163,9 @@ def _plane_bytes(manifest: Manifest) -> dict[str, int]:
     return dict(found)
 
 
-def _model(params: Sequence[SavedParam], precision: str, state_format: str) -> dict[str, Any]:
+def _model(params: Sequence[SavedParam], formats: Formats) -> dict[str, Any]:
     return {
-        "precision": precision,
-        "state_format": state_format,
+        **formats._asdict(),
         "elements": sum(param.numel for param in params),
         "trained_elements": sum(param.numel for param in params if param.trainable),
         "params": [
@@ -222,7 +222,7 @@ def page(facts: Mapping[str, Any], *, all_params: bool) -> Iterator[str]:
     units = f" in {len(facts['units'])} units" if "units" in facts else ""
     yield (
         f"  {_count(elements)} parameters in {len(facts['params'])} tensors{units}, {_count(trained)} of them trained"
-        f" in {facts['precision']}, state kept as {facts['state_format']}"
+        f" in {facts['precision']} by {facts['rule']}, state kept as {facts['state_format']}"
     )
     if facts.get("left_out"):
         yield f"  {len(facts['left_out'])} frozen weights were left out: load it over the same base"

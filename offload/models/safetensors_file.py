@@ -190,18 +190,23 @@ class FileLayout(NamedTuple):
     """Of the whole file."""
 
 
-def lay_out(specs: Sequence[TensorSpec], *, aliases: Mapping[str, str] | None = None) -> FileLayout:
+def lay_out(
+    specs: Sequence[TensorSpec], *, aliases: Mapping[str, str] | None = None, page_bytes: int = 8
+) -> FileLayout:
     """One file's header, and the places of its tensors.
 
     Wide elements come first, so that each tensor is aligned to its element: readers that map the file need that.
 
     Args:
         aliases: names that a model has for tensors of other names, as ``safetensors.torch.save_model`` notes them.
+        page_bytes: the first tensor begins at a multiple of it, and those that are whole pages come first.
 
     Raises:
         ConfigError: a type that the format does not have, or more tensors than a header holds.
     """
-    ordered = sorted(specs, key=lambda spec: -_code(spec)[1])
+    ordered = sorted(
+        specs, key=lambda spec: (page_bytes > 8 and spec.num_bytes % page_bytes != 0, -_code(spec)[1])
+    )
     about = {"format": "pt", **(aliases or {})}  # transformers refuses a file without a format
     header: dict[str, Any] = {"__metadata__": about}
     offsets = [0]
@@ -214,7 +219,7 @@ def lay_out(specs: Sequence[TensorSpec], *, aliases: Mapping[str, str] | None = 
         }
         offsets.append(end)
     text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(align_up(len(text), 8))
+    text = text.ljust(align_up(8 + len(text), page_bytes) - 8)
     if len(text) > HEADER_BYTES_MAX:
         raise ConfigError(
             f"{len(ordered)} tensors need a header of {len(text)} bytes; use a smaller shard_bytes"

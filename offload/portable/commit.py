@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..placement import STATE_BLOCK, STATE_PLANES
+from ..placement import STATE_BLOCK, STATE_PLANES, Formats
 from ..store.committed import CommittedFiles
 from ..store.directory import SwapDirectory
 from ..store.layout import Item, PlaneKind
@@ -21,25 +21,25 @@ from .manifest import WEIGHT, SavedParam, planes_of, state_dtypes
 from .saved import torch_dtype
 
 
-def formats_of(shapes: Shapes) -> tuple[str, str]:
-    """Precision and format of state of what is stored.
+def formats_of(shapes: Shapes) -> Formats:
+    """The formats of what is stored.
 
     Raises:
         CheckpointError: they are none of ours, or the planes of a chunk are not as long as it says.
     """
-    precision, state_format = _formats_of(shapes)
-    specs = STATE_PLANES[precision, state_format]
+    formats = _formats_of(shapes)
+    specs = STATE_PLANES[formats]
     number = 0
     for unit in shapes.units:
         for begin, end in pairwise((0, *unit.chunk_ends)):
-            *sizes, last = zip(specs, shapes.plane_bytes[number], strict=True)
-            fits = all(spec.size_bytes(end - begin) == size for spec, size in sizes)
-            if not fits or last[0].size_bytes(end - begin) > last[1]:
+            sizes = [*zip(specs, shapes.plane_bytes[number], strict=True)]
+            fits = all(spec.size_bytes(end - begin) == size for spec, size in sizes[:-1])
+            if not fits or any(spec.size_bytes(end - begin) > size for spec, size in sizes[-1:]):
                 raise CheckpointError(
                     f"chunk {number} has planes of {list(shapes.plane_bytes[number])} bytes for {end - begin} elements"
                 )
             number += 1
-        if state_format == "int8" and any(
+        if formats.state_format == "int8" and any(
             param.offset // ITEMSIZES[shapes.weight_dtype] % STATE_BLOCK
             for param in unit.params
             if param.trainable
@@ -47,15 +47,15 @@ def formats_of(shapes: Shapes) -> tuple[str, str]:
             raise CheckpointError(
                 f"{unit.name}: a parameter does not begin where a block of 8-bit moments does"
             )
-    return precision, state_format
+    return formats
 
 
-def _formats_of(shapes: Shapes) -> tuple[str, str]:
+def _formats_of(shapes: Shapes) -> Formats:
     found = [(plane.name, plane.dtype) for plane in shapes.planes]
-    for precision, dtype in WEIGHT_DTYPES.items():
-        for of, state_format in STATE_PLANES if dtype == shapes.weight_dtype else ():
-            if of == precision and [*state_dtypes(precision, state_format).items()] == found:
-                return precision, state_format
+    for formats in STATE_PLANES:
+        is_weight = WEIGHT_DTYPES[formats.precision] == shapes.weight_dtype
+        if is_weight and [*state_dtypes(formats).items()] == found:
+            return formats
     names = ", ".join(f"{name} {dtype}" for name, dtype in found)
     raise CheckpointError(
         f"weights of {shapes.weight_dtype} with state of {names} are no format that is known"
@@ -88,7 +88,7 @@ class CommitFiles:
             self.manifest = manifest = self._files.manifest
             self._tensors = Tensors(directory, manifest.training.get("tensors"))
             try:
-                self.precision, self.state_format = formats_of(manifest.shapes)
+                self.formats = formats_of(manifest.shapes)
             except CheckpointError as error:
                 raise CheckpointError(f"{directory}: {error}") from None
             self._stack = stack.pop_all()
@@ -109,7 +109,7 @@ class CommitFiles:
         self._last: dict[PlaneKind, tuple[Item, torch.Tensor]] = {}
 
     def planes(self, param: SavedParam) -> Mapping[str, str]:
-        return planes_of(self.precision, self.state_format, param)
+        return planes_of(self.formats, param)
 
     def is_left_out(self, param: SavedParam) -> bool:
         return False

@@ -73,7 +73,7 @@ def export(
 
     about = dict(config or {})
     if about:
-        about["dtype"] = DTYPES.get(dtype or "", DTYPES[saved.precision])
+        about["dtype"] = DTYPES.get(dtype or "", DTYPES[saved.formats.precision])
         about.pop("torch_dtype", None)  # what dtype was called before
     aliases = {alias: param.name for param in params.values() for alias in param.aliases}
     write_checkpoint(out, specs, fetch, about or None, aliases=aliases, tokenizer_files=tokenizer_files)

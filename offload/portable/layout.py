@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..bytesize import GiB
+from ..bytesize import PAGE_BYTES, GiB
 from ..models.safetensors_file import FileLayout, TensorSpec, lay_out
+from ..placement import Formats
 from .manifest import WEIGHT, SavedParam, plane_elements, planes_of
 
 SHARD_BYTES = 5 * GiB
-"""A file is closed before it would become larger, unless one unit alone is."""
+"""A file is closed before it would become larger, unless one unit alone is, or there would be too many."""
+SHARDS_MAX = 200
+"""All are open at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,7 @@ class FilePlan:
 
 def plan_files(
     units: Sequence[Sequence[SavedParam]],
-    precision: str,
-    state_format: str,
+    formats: Formats,
     tensors: Mapping[str, TensorSpec],
     *,
     nonce: str,
@@ -55,15 +57,16 @@ def plan_files(
     wanted = [[param for param in unit if param.trainable or not exclude_frozen] for unit in units]
     for kind, of_unit in (
         ("weights", [[*_weights(unit)] for unit in wanted]),
-        ("state", [[*_states(unit, precision, state_format)] for unit in wanted]),
+        ("state", [[*_states(unit, formats)] for unit in wanted]),
         ("tensors", [[(("", name), spec) for name, spec in tensors.items()]]),
     ):
+        total = sum(spec.num_bytes for unit in of_unit for _, spec in unit)
         aliases = {alias: param.name for unit in wanted for param in unit for alias in param.aliases}
-        for number, shard in enumerate(_shards(of_unit, shard_bytes), 1):
+        for number, shard in enumerate(_shards(of_unit, max(shard_bytes, total // SHARDS_MAX)), 1):
             specs = dict(shard)
             names = {spec.name for spec in specs.values()}
             here = {alias: name for alias, name in aliases.items() if kind == "weights" and name in names}
-            layout = lay_out([*specs.values()], aliases=here)
+            layout = lay_out([*specs.values()], aliases=here, page_bytes=PAGE_BYTES)
             offset_of = dict(zip((spec.name for spec in layout.specs), layout.offsets, strict=True))
             for key, spec in specs.items():
                 plan.places[key] = len(plan.files), offset_of[spec.name]
@@ -79,9 +82,9 @@ def _weights(params: Iterable[SavedParam]) -> Iterator[_Keyed]:
         yield (param.name, WEIGHT), TensorSpec(param.name, param.memory_shape, param.dtype)
 
 
-def _states(params: Iterable[SavedParam], precision: str, state_format: str) -> Iterator[_Keyed]:
+def _states(params: Iterable[SavedParam], formats: Formats) -> Iterator[_Keyed]:
     for param in params:
-        for plane, dtype in planes_of(precision, state_format, param).items():
+        for plane, dtype in planes_of(formats, param).items():
             if plane != WEIGHT:
                 shape = (
                     (plane_elements(plane, param.numel) // 2, 2) if plane == "scale" else param.memory_shape

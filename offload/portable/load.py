@@ -10,7 +10,7 @@ bits are copied; else by way of the fp32 master and fp32 moments, as `checkpoint
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from ..bytesize import PAGE_BYTES, align_up
 from ..engine import OffloadEngine
 from ..errors import CheckpointError
 from ..optim import kernels
+from ..optim.moments import encode
 from ..partition import StoredParam
 from ..plan import Chunk
 from ..store.committed import sum_of
@@ -62,6 +63,9 @@ def match(engine: OffloadEngine, saved: Saved, *, strict: bool = True, weights_o
     known = set(pairs.values())
     unknown = [param.name for param in saved.params if param not in known]
     is_whole = not (weights_only or missing or unknown)
+    rules = saved.formats.rule, engine.plan.placement.rule
+    if rules[0] != rules[1] and not weights_only:
+        raise CheckpointError(f"its optimizer state is that of {rules[0]}, and {rules[1]} is trained here")
     if not pairs:
         raise CheckpointError(f"it has none of this model's parameters; it has {_named(unknown)}")
     if strict and missing:
@@ -136,13 +140,13 @@ def load(engine: OffloadEngine, saved: Saved, matched: Match) -> None:
         TransferError: something cannot be read or written, or has changed; the engine has stopped.
     """
     engine.settle()
-    kept, placement = engine.plan.placement.state_format, engine.plan.placement
-    if matched.is_whole and (saved.precision, saved.state_format) != (placement.precision, kept):
-        how = "as it is" if kept == "fp32" else "rounded to the nearest"
+    there, here = saved.formats, engine.plan.placement.formats
+    if matched.is_whole and there != here:
+        how = "as it is" if here.state_format == "fp32" else "rounded to the nearest"
         logger.info(
             "optimizer state saved as %s is kept as %s from now on: taken over %s",
-            saved.state_format,
-            kept,
+            there.state_format,
+            here.state_format,
             how,
         )
     engine.pipeline.cancel_announced()
@@ -198,7 +202,7 @@ def _load_chunk(
         weight = stored.flat_view(plane)[first : first + end - begin]
         _load_master(source, param, first, weight, own.get("residual"))
         if matched.is_whole:
-            _load_moments(source, param, first, first + end - begin, own)
+            _load_moments(source, param, first, first + end - begin, own, engine.optimizer.moments)
     engine.write_chunk(chunk, buffer)
 
 
@@ -222,20 +226,20 @@ def _load_master(
 
 
 def _load_moments(
-    source: Saved, param: SavedParam, begin: int, end: int, planes: dict[str, torch.Tensor]
+    source: Saved,
+    param: SavedParam,
+    begin: int,
+    end: int,
+    planes: dict[str, torch.Tensor],
+    names: Sequence[str],
 ) -> None:
     kinds = source.planes(param)
-    own = {name: planes[name] for name in ("exp_avg", "exp_avg_sq", "scale") if name in planes}
+    own = {name: planes[name] for name in (*names, "scale") if name in planes}
     if all(kinds.get(name) == str(values.dtype).removeprefix("torch.") for name, values in own.items()):
         for name, values in own.items():
             values.copy_(source.read(param, name, begin, end))
         return
-    moments = read_moments(source, param, begin, end)
-    if own["exp_avg"].dtype is torch.float32:
-        own["exp_avg"].copy_(moments[0])
-        own["exp_avg_sq"].copy_(moments[1])
-        return
-    kernels.encode_moments(*moments, own["exp_avg"], own["exp_avg_sq"], own.get("scale"))
+    encode(read_moments(source, param, begin, end), own, names)
 
 
 def _ordered_as(stored: StoredParam, saved: Saved, param: SavedParam) -> Saved:

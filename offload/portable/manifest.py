@@ -19,7 +19,7 @@ from typing import Any
 
 from ..bytesize import MiB, format_bytes
 from ..errors import CheckpointError
-from ..placement import STATE_BLOCK, STATE_PLANES
+from ..placement import STATE_BLOCK, STATE_PLANES, Formats
 from ..store.manifest import ITEMSIZES, WEIGHT_DTYPES
 from ..untrusted import seal
 
@@ -28,18 +28,20 @@ FORMAT, VERSION = "offload checkpoint", 1
 MANIFEST_BYTES_MAX = 64 * MiB
 WEIGHT = "weight"
 
+_MOMENT_DTYPES = {1: "int8", 2: "bfloat16", 4: "float32"}
 _DTYPES = {
     "residual": {1: "int8", 2: "int16"},
-    "exp_avg": {1: "int8", 2: "bfloat16", 4: "float32"},
-    "exp_avg_sq": {1: "uint8", 2: "bfloat16", 4: "float32"},
+    "exp_avg_sq": {**_MOMENT_DTYPES, 1: "uint8"},
     "scale": {8: "float32"},
 }
-"""Of state planes, by bytes per element; a scale has two numbers to a block."""
+"""Of state planes, by bytes per element, where they are not as other moments; a scale has two numbers to a block."""
 
 
-def state_dtypes(precision: str, state_format: str) -> dict[str, str]:
+def state_dtypes(formats: Formats) -> dict[str, str]:
     """The state planes of what is trained, and the types of their elements."""
-    return {spec.name: _DTYPES[spec.name][spec.itemsize] for spec in STATE_PLANES[precision, state_format]}
+    return {
+        spec.name: _DTYPES.get(spec.name, _MOMENT_DTYPES)[spec.itemsize] for spec in STATE_PLANES[formats]
+    }
 
 
 def plane_elements(plane: str, numel: int) -> int:
@@ -117,8 +119,7 @@ class Checkpoint:
     step: int
     time: int
     """Seconds since 1970."""
-    precision: str
-    state_format: str
+    formats: Formats
     files: tuple[FileEntry, ...]
     params: tuple[SavedParam, ...]
     places: tuple[Mapping[str, Place], ...]
@@ -131,7 +132,7 @@ class Checkpoint:
 
     def planes(self, param: SavedParam) -> dict[str, str]:
         """The planes of a parameter and the types of their elements."""
-        return planes_of(self.precision, self.state_format, param)
+        return planes_of(self.formats, param)
 
     def each(self) -> Iterator[tuple[SavedParam, str, Place, int]]:
         """Every plane of every parameter that was not left out: whose, which, where, and its bytes."""
@@ -155,8 +156,7 @@ class Checkpoint:
         body = {
             "step": self.step,
             "time": self.time,
-            "precision": self.precision,
-            "state_format": self.state_format,
+            **self.formats._asdict(),
             "files": [[file.name, file.size, file.header_bytes, file.header_crc32c] for file in self.files],
             "params": [
                 [
@@ -182,11 +182,11 @@ class Checkpoint:
         return encoded
 
 
-def planes_of(precision: str, state_format: str, param: SavedParam) -> dict[str, str]:
+def planes_of(formats: Formats, param: SavedParam) -> dict[str, str]:
     """The planes of a parameter, its weight first, and the types of their elements."""
     if not param.trainable:
         return {WEIGHT: param.dtype}
-    return {WEIGHT: WEIGHT_DTYPES[precision], **state_dtypes(precision, state_format)}
+    return {WEIGHT: WEIGHT_DTYPES[formats.precision], **state_dtypes(formats)}
 
 
 def _place_list(place: Place) -> list[int | None]:

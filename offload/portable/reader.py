@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..placement import STATE_PLANES
+from ..placement import MOMENTS, STATE_PLANES, Formats
 from ..store.manifest import ITEMSIZES, WEIGHT_DTYPES
 from ..untrusted import BYTES_MAX, COUNT_MAX, Value, body_of, load_json, read_small_file, refuse, shown
 from .manifest import (
@@ -54,16 +54,18 @@ def decode(data: bytes) -> Checkpoint:
     """
     body = Value("", load_json(body_of(data, FORMAT, VERSION))).of_type(dict, "an object")
     known = (
-        "step", "time", "precision", "state_format", "files", "params", "tensors", "model", "training",
+        "step", "time", "rule", "precision", "state_format", "files", "params", "tensors", "model", "training",
     )  # fmt: skip
     for name in body.keys() ^ set(known):
         refuse(shown(name)[1:-1], "it is missing" if name in known else "no checkpoint has it")
     field = {name: Value(name, body[name]) for name in known}
-    precision = field["precision"].one_of((*WEIGHT_DTYPES,))
-    formats = [state_format for of, state_format in STATE_PLANES if of == precision]
-    state_format = field["state_format"].one_of(formats)
+    rule, precision = field["rule"].one_of((*MOMENTS,)), field["precision"].one_of((*WEIGHT_DTYPES,))
+    known_formats: dict[str, Formats] = {
+        of.state_format: of for of in STATE_PLANES if of[:2] == (rule, precision)
+    }
+    formats = known_formats[field["state_format"].one_of((*known_formats,))]
     files = field["files"].each(_file, FILES_MAX)
-    rows = [_param(value, precision, state_format, files) for value in field["params"].elements(PARAMS_MAX)]
+    rows = [_param(value, formats, files) for value in field["params"].elements(PARAMS_MAX)]
     params, places = tuple(param for param, _ in rows), tuple(found for _, found in rows)
     tensors = field["tensors"].each(lambda value: _tensor(value, files), PARAMS_MAX)
     for what, names in (
@@ -76,8 +78,7 @@ def decode(data: bytes) -> Checkpoint:
     found = Checkpoint(
         step=field["step"].whole(0, COUNT_MAX),
         time=field["time"].whole(0, COUNT_MAX),
-        precision=precision,
-        state_format=state_format,
+        formats=formats,
         files=files,
         params=params,
         places=places,
@@ -98,7 +99,7 @@ def _file(value: Value) -> FileEntry:
 
 
 def _param(
-    value: Value, precision: str, state_format: str, files: Sequence[FileEntry]
+    value: Value, formats: Formats, files: Sequence[FileEntry]
 ) -> tuple[SavedParam, Mapping[str, Place]]:
     name, shape, stride, dtype, trainable, aliases, listed = value.elements(7, 7)
     sizes = _sizes(shape)
@@ -112,7 +113,7 @@ def _param(
         aliases.each(Value.text, ALIASES_MAX),
     )
     _check_dense(value, param)
-    planes = planes_of(precision, state_format, param)
+    planes = planes_of(formats, param)
     if param.dtype != planes[WEIGHT]:
         refuse(dtype.where, f"trained weights are {planes[WEIGHT]} here, not {param.dtype}")
     found = {}

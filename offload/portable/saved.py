@@ -23,7 +23,8 @@ from ..bytesize import MiB
 from ..errors import CheckpointError, TransferError
 from ..links import buffer_of
 from ..optim import kernels
-from ..placement import STATE_BLOCK
+from ..optim.moments import decoded
+from ..placement import MOMENTS, STATE_BLOCK, Formats
 from ..store.committed import sum_of
 from ..store.crc import join
 from ..store.manifest import ITEMSIZES
@@ -31,15 +32,13 @@ from .manifest import NAME, WEIGHT, Checkpoint, Place, SavedParam, plane_element
 from .reader import read_checkpoint
 
 PIECE_BYTES = 16 * MiB
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Saved(Protocol):
     """A state of training that lies somewhere. See Note [Pieces]."""
 
     where: Path
-    precision: str
-    state_format: str
+    formats: Formats
     step: int
     params: Sequence[SavedParam]
     training: dict[str, Any]
@@ -90,19 +89,16 @@ class TensorsOf(Mapping[str, torch.Tensor]):
         return len(self._saved.tensor_specs())
 
 
-def read_moments(saved: Saved, param: SavedParam, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements [begin, end) of both moments, in fp32."""
-    if saved.state_format == "fp32":
-        exp_avg, exp_avg_sq = (saved.read(param, plane, begin, end) for plane in MOMENTS)
-        return exp_avg, exp_avg_sq
-    first = begin // STATE_BLOCK * STATE_BLOCK
-    last = min(-(-end // STATE_BLOCK) * STATE_BLOCK, param.numel)
-    stored = [saved.read(param, plane, first, last) for plane in MOMENTS]
-    scale = saved.read(param, "scale", first, last) if saved.state_format == "int8" else None
-    moments = [torch.empty(last - first, dtype=torch.float32) for _ in stored]
-    kernels.decode_moments(stored[0], stored[1], scale, moments[0], moments[1])
-    exp_avg, exp_avg_sq = (moment[begin - first : end - first] for moment in moments)
-    return exp_avg, exp_avg_sq
+def read_moments(saved: Saved, param: SavedParam, begin: int, end: int) -> dict[str, torch.Tensor]:
+    """Elements [begin, end) of the moments, by name, in fp32."""
+    first, last, names = begin, end, MOMENTS[saved.formats.rule]
+    stored_as = names
+    if saved.formats.state_format == "int8":
+        first = begin // STATE_BLOCK * STATE_BLOCK
+        last = min(-(-end // STATE_BLOCK) * STATE_BLOCK, param.numel)
+        stored_as = (*names, "scale")
+    values = decoded({plane: saved.read(param, plane, first, last) for plane in stored_as}, names)
+    return {name: value[begin - first : end - first] for name, value in values.items()}
 
 
 def read_master(saved: Saved, param: SavedParam, begin: int, end: int) -> torch.Tensor:
@@ -129,16 +125,17 @@ class Reordered:
 
     def __init__(self, saved: Saved, param: SavedParam, stride: tuple[int, ...]) -> None:
         self._saved, self._stride = saved, stride
-        self.where, self.precision, self.step = saved.where, saved.precision, saved.step
+        self.where, self.step = saved.where, saved.step
         self.params: Sequence[SavedParam] = [param]
         self.training, self.model = saved.training, saved.model
-        self.state_format = "fp32"
+        self.formats = saved.formats._replace(state_format="fp32")
         """Blocks of rounded moments are other ones in another order: they are read as their values."""
         self._whole: dict[str, torch.Tensor] = {}
 
     def planes(self, param: SavedParam) -> Mapping[str, str]:
         kinds = self._saved.planes(param)
-        values = {name: "float32" if name in MOMENTS else kind for name, kind in kinds.items()}
+        moments = MOMENTS[self.formats.rule]
+        values = {name: "float32" if name in moments else kind for name, kind in kinds.items()}
         values.pop("scale", None)
         return values
 
@@ -154,8 +151,8 @@ class Reordered:
         return self._whole[plane][begin:end]
 
     def _take(self, param: SavedParam, plane: str) -> None:
-        if plane in MOMENTS:
-            values = dict(zip(MOMENTS, read_moments(self._saved, param, 0, param.numel), strict=True))
+        if plane in MOMENTS[self.formats.rule]:
+            values = read_moments(self._saved, param, 0, param.numel)
         else:
             values = {plane: self._saved.read(param, plane, 0, param.numel)}
         for name, flat in values.items():
@@ -213,7 +210,7 @@ class CheckpointFiles:
                 stack.callback(os.close, self._fds[-1])
             self._stack = stack.pop_all()
         found = self.checkpoint
-        self.precision, self.state_format, self.step = found.precision, found.state_format, found.step
+        self.formats, self.step = found.formats, found.step
         self.params: Sequence[SavedParam] = found.params
         self.training, self.model = found.training, found.model
         self._places = dict(zip((param.name for param in found.params), found.places, strict=True))

@@ -174,7 +174,7 @@ def test_k01_space_is_checked_first(small, tmp_path, monkeypatch):
     monkeypatch.setattr(
         os, "statvfs", lambda path: SimpleNamespace(f_blocks=1, f_bavail=3, f_frsize=real(path).f_frsize)
     )
-    with pytest.raises(StoreError, match=r"the checkpoint needs 1\.00 MiB and 12\.0 KiB are free; free some"):
+    with pytest.raises(StoreError, match=r"the checkpoint needs 1\.01 MiB and 12\.0 KiB are free; free some"):
         saved(small.optimizer, tmp_path / "out", "one")
     assert not (tmp_path / "out" / "one").exists()
 

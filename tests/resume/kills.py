@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from models import Placement, Training
-from runs import settings
 from torch import nn
 
 import offload
+from runs import settings
 
 PLACEMENTS = [
     Placement("nvme", "nvme", "step", chunk=1024),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from kills import Loop, undisturbed
-from runs import remove
 
 from offload.errors import NoCheckpointError
+from runs import remove
 
 MICRO_BATCHES = 40
 """More than any process gets to."""
@@ -17,24 +17,30 @@ PROCESS = """
 import os, signal, sys
 sys.path.insert(0, {folder!r})
 from kills import train
-signal.signal(signal.SIGALRM, signal.SIG_DFL)
+signal.signal(signal.SIGALRM, {on_alarm})
 signal.setitimer(signal.ITIMER_REAL, {seconds})
 train({seed}, {swap!r}, resume={resume}, say=lambda text: print(text, flush=True), last={last})
 signal.pause()
 """
 
 
-def end_and_go_on(swap_path, run_forked, seed, *, kills, seconds_max=0.6):
-    """Several processes, one after the other, each killed; then the state is that of the undisturbed run."""
+ENDS = {
+    signal.SIGALRM: "signal.SIG_DFL",  # between any two instructions, as by kill -9
+    signal.SIGTERM: "lambda *_: os.kill(os.getpid(), signal.SIGTERM)",  # which closes the engine
+}
+
+
+def end_and_go_on(swap_path, run_forked, seed, *, kills, number=signal.SIGALRM, seconds_max=0.6):
+    """Several processes, one after the other, each ended; then the state is that of the undisturbed run."""
     rng = random.Random(seed)
     committed = -1
     for _ in range(kills):
         code = PROCESS.format(
             folder=str(Path(__file__).parent), seconds=rng.uniform(0.02, seconds_max), seed=seed,
-            swap=str(swap_path), resume=committed >= 0, last=MICRO_BATCHES,
+            swap=str(swap_path), resume=committed >= 0, last=MICRO_BATCHES, on_alarm=ENDS[number],
         )  # fmt: skip
         result = run_forked(code)
-        assert result.returncode == -signal.SIGALRM, result.stderr
+        assert result.returncode == -number, result.stderr
         before, committed = committed, max([committed, *map(int, result.stdout.split())])
         assert committed >= before
     digests = undisturbed(seed, MICRO_BATCHES + 3)  # first: it draws random numbers
@@ -62,6 +68,15 @@ def test_kills(batch, tmp_path, run_forked):
         swap = tmp_path / str(seed)
         swap.mkdir()
         places.append(end_and_go_on(swap, run_forked, seed, kills=3))
+    assert max(places) > 0
+
+
+def test_sigterm(tmp_path, run_forked):
+    places = []
+    for seed in range(60, 65):
+        swap = tmp_path / str(seed)
+        swap.mkdir()
+        places.append(end_and_go_on(swap, run_forked, seed, kills=2, number=signal.SIGTERM))
     assert max(places) > 0
 
 

@@ -27,7 +27,7 @@ def train(model, optimizer, first, last):
 @pytest.mark.parametrize("homes", [("nvme", "nvme"), ("cpu", "cpu")], ids="-".join)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_run_goes_on_bit_for_bit(name, precision, homes, swap_path):
+def test_a_run_goes_on_bit_for_bit(name, precision, homes, swap_path, tmp_path):
     param_home, state_home = homes
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -56,6 +56,7 @@ def test_a_run_goes_on_bit_for_bit(name, precision, homes, swap_path):
     model, optimizer = prepare()
     train(model, optimizer, 0, 3)
     optimizer.engine.save_checkpoint()
+    optimizer.engine.save_checkpoint(tmp_path / "out", tag="three")
     train(model, optimizer, 3, 5)  # which nobody will hear of
     optimizer.engine.close()
     other = {**config, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
@@ -65,5 +66,10 @@ def test_a_run_goes_on_bit_for_bit(name, precision, homes, swap_path):
     found = train(model, optimizer, 3, 6)
     optimizer.engine.close()
     remove(swap_path)
+    model, optimizer = prepare()
+    optimizer.engine.load_checkpoint(tmp_path / "out")
+    elsewhere = train(model, optimizer, 3, 6)
+    optimizer.engine.close()
+    remove(swap_path)
     for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+        assert torch.equal(found[key], value) and torch.equal(elsewhere[key], value), key

@@ -40,3 +40,40 @@ def test_a_run_goes_on_bit_for_bit(formats, placement, swap_path):
         assert +ledger.moved == ledger.predicted
         run.state().assert_same_bits(after(training, 4, 6))
     remove(swap_path)
+
+
+DEVICE_PLACEMENTS = [
+    Placement("none", "none", "step", chunk=8192),
+    Placement("none", "cpu", "backward", chunk=8192),
+    Placement("cpu", "nvme", "step", chunk=8192),
+    Placement("nvme", "nvme", "backward", chunk=2048),
+]
+
+
+@pytest.mark.parametrize("placement", DEVICE_PLACEMENTS, ids=str)
+def test_a_run_on_an_accelerator_goes_on_bit_for_bit(placement, swap_path):
+    """With a device whose memory is its own, and back to the CPU; gradients wait when it is saved."""
+    training = Training(precision="bf16", steps=6, accumulation=2 if placement.update == "step" else 1)
+    accumulation, waits = training.accumulation, training.accumulation - 1
+    on_device = {"accelerator": f"simulated:{len(str(placement))}"}
+    with running(training, placement, swap_path, changes=on_device) as run:
+        run.train(2 * accumulation + waits)
+        run.engine.save_checkpoint()
+        run.train(1)
+    with running(training, placement, swap_path, resume=True, changes=on_device) as run:
+        assert run.engine.global_steps == 2
+        run.train(2 * accumulation)
+        run.engine.save_checkpoint()
+        run.train(accumulation)
+        run.engine.load_checkpoint()
+        run.outcome.losses.clear()
+        run.outcome.norms.clear()
+        run.train(accumulation - waits)
+        found = run.state()
+        expected = after(training, 4 * accumulation + waits, 5 * accumulation)
+        found.assert_same_state(expected)
+        assert found.losses == expected.losses
+    with running(training, Placement("cpu", "nvme"), swap_path, resume=True) as run:
+        run.train(2 * accumulation - waits)
+        run.state().assert_same_state(after(training, 0, 6 * accumulation))
+    remove(swap_path)

@@ -179,12 +179,17 @@ def test_output_tells_configuration_plan_progress_and_result(
     assert "differs" not in output
 
 
-def test_nothing_is_left_but_the_out_directory(finished: tuple[Path, dict[str, Any], str]) -> None:
-    folder, _, _ = finished
-    assert not (folder / "swap").exists()
+def test_nothing_is_left_but_the_out_directory_and_the_last_commit(
+    finished: tuple[Path, dict[str, Any], str],
+) -> None:
+    folder, _, output = finished
+    (committed,) = (folder / "swap").iterdir()
     left = {p.relative_to(folder).parts[0] for p in folder.rglob("*")} - {"plain"}
-    assert left == {"run.json", "data.txt", "runs"}
-    assert {path.name for path in (folder / "runs" / "run").iterdir()} == {"cache", "report.json"}
+    assert left == {"run.json", "data.txt", "runs", "swap"}
+    out = folder / "runs" / "run"
+    assert {path.name for path in out.iterdir()} == {"cache", "report.json", "committed.json"}
+    assert json.loads((out / "committed.json").read_text()) == {"swap_directory": str(committed)}
+    assert output.splitlines()[-1].startswith(f"{committed} keeps the state after step 3: ")
 
 
 EXPORTING = """
