@@ -15,8 +15,8 @@ from ..ledger import Ledger
 from ..plan import MemoryPlan
 from .progress import clock
 
-STATE_BYTES_PER_PARAMETER = 16
-"""Mixed-precision Adam as it is usually held: 4 fp32 master, 4 + 4 moments, 2 weight, 2 gradient."""
+MIXED_PRECISION_BYTES = 8
+"""Of a parameter as it is usually held, beside 4 for each moment: 4 fp32 master, 2 weight, 2 gradient."""
 LOSS_STEPS = 5
 """``loss_first`` and ``loss_last`` are means of so many steps."""
 RSS_SHARE = 1.1
@@ -57,7 +57,8 @@ def build_report(account: Account, plan: MemoryPlan, ledger: Ledger, about: dict
         "stopped_by": account.stopped_by,
         "parameters": inventory.parameters,
         "trainable_parameters": inventory.trainable_parameters,
-        "state_bytes": STATE_BYTES_PER_PARAMETER * inventory.parameters,
+        "state_bytes": (MIXED_PRECISION_BYTES + 4 * len(plan.placement.moments)) * inventory.parameters,
+        "rule": plan.placement.rule,
         "state_format": plan.placement.state_format,
         "host_bytes": host_bytes,
         "host_budget_bytes": plan.placement.host_bytes,

@@ -74,11 +74,19 @@ def test_numbers_are_where_torch_has_them(kind: str, changed: dict[str, float]) 
     assert same_bits(planes.master(), param)
 
 
-def test_unfused_adagrad_is_at_most_two_units_away() -> None:
-    """Its square root is MKL's, an ulp off in one of five; after 100 steps that is two units of the weight's size."""
-    planes, param = track_torch("adagrad", 4097, "fp32/fp32/fp32", steps=100, fused=False, weight_decay=0.0)
-    unit = 2.0**-23 * param.abs().max()
-    assert (planes.master() - param).abs().max() <= 2 * unit
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_unfused_adagrad_is_at_most_two_units_away(weight_decay: float) -> None:
+    """After 100 steps. Its square root is MKL's, an ulp off in one of five.
+
+    A weight that has come near zero keeps the error that it had when it was larger: 0.4 % are further off in units of
+    their own last place, as torch's fused and unfused Adagrad are from each other.
+    """
+    planes, param = track_torch(
+        "adagrad", 4097, "fp32/fp32/fp32", steps=100, fused=False, weight_decay=weight_decay
+    )
+    units = (planes.master().view(torch.int32) - param.view(torch.int32)).abs()
+    assert units[param.abs() > 0.25].max() <= 2
+    assert (planes.master() - param).abs().max() <= 2 * 2.0**-23 * param.abs().max()
 
 
 @pytest.mark.parametrize("numel", NUMELS)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from interrupted import settings
 from models import Placement, Training
-from runs import settings
 from torch import nn
 
 import offload

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import remove
+from interrupted import remove
 from torch import nn
 
 import offload

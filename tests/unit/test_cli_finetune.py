@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lion import Lion
 
 from offload import api
 from offload.cli import building
@@ -97,6 +98,34 @@ def test_losses_equal_plain_pytorch(finished: tuple[Path, dict[str, Any], str]) 
         optimizer.step()
         optimizer.zero_grad()
         assert expected == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_lion_from_the_configuration_alone(tmp_path: Path) -> None:
+    """Losses of plain PyTorch with the paper's program; one moment to a parameter less than Adam."""
+    config = run_config(tmp_path / "swap")
+    numbers = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    config["optimizer"] = {"type": "Lion", "params": numbers}
+    prepare_folder(tmp_path, config)
+    run_python(
+        tmp_path,
+        *("-m", "offload", "finetune", "run.json", "--model", "preset:10m", "--data", "data.txt"),
+        *("--steps", "3", "--seq", "32", "--seed", "5"),
+    )
+    report = json.loads((tmp_path / "runs" / "run" / "report.json").read_text())
+    torch.manual_seed(5)
+    model = Decoder(preset("10m"))
+    data = TextDataset(tmp_path / "data.txt", ByteTokenizer(), seq=32, cache_dir=tmp_path / "plain", seed=5)
+    optimizer = Lion(model.parameters(), **numbers)
+    for expected in report["losses"]:
+        loss = model(**data.next_batch())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert expected == pytest.approx(loss.item(), rel=1e-5)
+    assert report["rule"] == "lion"
+    assert report["state_bytes"] == 12 * report["parameters"]
+    assert {"nvme_write.exp_avg", "nvme_write.weight"} == {n for n in report["planes"] if "nvme_write" in n}
 
 
 def test_report_is_arithmetic(finished: tuple[Path, dict[str, Any], str]) -> None:
