@@ -23,7 +23,7 @@ HALF = 2
 
 
 WAYS = [
-    *itertools.product([("bf16", "int8")], PLACES, PLACES),
+    *((("bf16", "int8"), *ways) for ways in itertools.permutations(PLACES, 2)),
     *zip([("bf16", "fp32")] * 3, PLACES, PLACES[1:] + PLACES[:1], strict=True),
     *zip([("fp32", "bf16")] * 3, PLACES, PLACES[2:] + PLACES[:2], strict=True),
 ]
