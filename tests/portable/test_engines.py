@@ -30,6 +30,49 @@ def remove(swap):
         shutil.rmtree(directory)
 
 
+RULES = {
+    "sgd": {"type": "SGD", "params": {"lr": 0.1}},
+    "momentum": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+    "lion": {"type": "Lion", "params": {"lr": 1e-3}},
+    "adagrad": {"type": "Adagrad", "params": {"lr": 1e-2, "initial_accumulator_value": 0.5}},
+    "adam": {"type": "Adam", "params": {"lr": 1e-3}},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_goes_on_from_a_checkpoint_and_a_commit(rule, swap_path, tmp_path):
+    training = Training("bf16", "fp32" if rule in ("sgd", "adagrad") else "bf16", steps=4)
+    batches, other = training.batches(), tmp_path / "other"
+    other.mkdir()
+
+    def begin(placement, swap, generations, seed=0, **changes):
+        config = {**training.config(placement, swap), "optimizer": RULES[rule], **changes}
+        config["durability"]["generations"] = generations
+        model, optimizer = offload.prepare(replace(training, seed=seed).model(), config)
+        return contextlib.closing(optimizer.engine), model, optimizer
+
+    engine, model, optimizer = begin(NVME, swap_path, 2)
+    with engine:
+        steps(model, optimizer, batches[:2])
+        sources = [saved(optimizer, tmp_path / "out"), optimizer.engine.save_checkpoint()]
+        steps(model, optimizer, batches[2:])
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+    for source in sources:
+        engine, model, optimizer = begin(Placement("cpu", "nvme"), other, 1, seed=4)
+        with engine:
+            optimizer.engine.load_checkpoint(source)
+            steps(model, optimizer, batches[2:])
+            assert_same(dict(model.state_dict()), expected)
+    wrong = RULES["lion" if rule == "adam" else "adam"]
+    engine, model, optimizer = begin(Placement("cpu", "cpu"), other, 1, optimizer=wrong)
+    with (
+        engine,
+        pytest.raises(CheckpointError, match=f"its optimizer state is that of {rule}, and"),
+    ):
+        optimizer.engine.load_checkpoint(sources[0])
+    remove(swap_path)
+
+
 @pytest.mark.parametrize("kept_as", ["fp32", "int8"])
 @pytest.mark.parametrize("generations", [1, 2])
 def test_k09_a_commit_is_copied_where_it_does_not_fit(kept_as, generations, swap_path, tmp_path):

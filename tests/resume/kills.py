@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from interrupted import settings
 from models import Placement, Training
+from runs import settings
 from torch import nn
 
 import offload
