@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from interrupted import settings
 from models import Placement, Training
-from runs import settings
 from torch import nn
 
 import offload

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from interrupted import remove
 from kills import Loop, undisturbed
-from runs import remove
 
 from offload.errors import NoCheckpointError
 
