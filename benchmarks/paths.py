@@ -27,7 +27,8 @@ from offload.inventory import ParamInfo, build_inventory
 from offload.ledger import Ledger
 from offload.placement import Placement, SwapPaths
 from offload.plan import MemoryPlan
-from offload.store import SwapStore, drives
+from offload.store import drives
+from offload.store.swap import SwapStore
 
 MB = 1_000_000
 RATES = ((200,), (200, 200), (200, 200, 200, 200), (300, 100), (400, 200, 100, 100))

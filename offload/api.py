@@ -37,7 +37,7 @@ from .placement import Placement, nvme_path_of, placement_of, refuse_unbuilt, sw
 from .plan import MemoryPlan
 from .resuming import Where, check_resumable, find_target
 from .saving import SavedEngine
-from .store import SwapStore
+from .store.swap import SwapStore
 from .training_state import TrainingState, check
 
 logger = logging.getLogger("offload")

@@ -28,7 +28,7 @@ from .config.schema import Aio
 from .errors import OffloadError
 from .links import buffer_of
 from .partition import absent_tensor
-from .store import SwapDirectory
+from .store.directory import SwapDirectory
 
 FILE_NAME = "construction.swap"
 

@@ -39,7 +39,7 @@ from .partition import Partition, StoredParam
 from .pipeline import OptimizerPipeline, Unbroken, UnitUpdate, state_planes
 from .plan import Chunk, MemoryPlan
 from .schedule import Phase
-from .store import SwapStore
+from .store.swap import SwapStore
 from .weights import NO_HOLD, Hold, StreamedWeights
 
 logger = logging.getLogger("offload")

@@ -19,7 +19,7 @@ from .partition import Partition, StoredParam
 from .pipeline import NvmeStates, ResidentStates, StateHome
 from .plan import GRAD_STAGING_SLOTS, Chunk, MemoryPlan
 from .squares import SquareSums
-from .store import SwapStore
+from .store.swap import SwapStore
 from .tiers.device import DeviceTier
 from .tiers.host import HostTier
 from .weights import HostPlanes, HostSlots, ResidentWeights, StreamedWeights

@@ -21,7 +21,7 @@ from .ledger import Ledger
 from .links import AHEAD, NEEDED_NOW, DoneTicket, Ticket, wait_for_end
 from .optim import ShardOptimizer, Span
 from .plan import Chunk, MemoryPlan
-from .store import SwapStore
+from .store.swap import SwapStore
 
 
 class StateHome(Protocol):

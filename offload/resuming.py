@@ -23,10 +23,11 @@ from .optim import make_optimizer
 from .partition import Partition
 from .placement import STATE_BLOCK, Placement, SwapPaths, swap_paths_of
 from .plan import MemoryPlan
-from .store import SwapStore, recover
 from .store.commits import Found, find_commits
 from .store.directory import MANIFEST_NAMES, PREFIX, is_in_use
 from .store.manifest import Manifest, ParamDetail, Shapes, shapes_of
+from .store.recovery import recover
+from .store.swap import SwapStore
 from .store.tensors import Tensors
 from .training_state import TrainingState
 

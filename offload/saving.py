@@ -33,8 +33,8 @@ from .portable.load import load, match
 from .portable.save import Content, save
 from .portable.saved import CheckpointFiles, TensorsOf
 from .resuming import find_target, has_manifest, read_training, shapes_for
-from .store import SwapStore
 from .store.commits import find_commits
+from .store.swap import SwapStore
 from .store.tensors import forget_tensors, write_tensors
 from .training_state import Stateful, TrainingState, capture, check_engine, restore, restore_part
 from .weights import HostSlots, StreamedWeights
@@ -286,9 +286,14 @@ class SavedEngine(OffloadEngine):
     # -- going on -----------------------------------------------------------------------------------------
 
     def take_over(self) -> None:
-        """Makes everything beside the planes what it was at the commit that the store was opened from."""
-        if self._going_on is not None:
+        """Makes everything beside the planes what it was at the commit that the store was opened from, or closes."""
+        if self._going_on is None:
+            return
+        try:
             self._restore(self._going_on)
+        except BaseException:
+            self.close()
+            raise
 
     def load_checkpoint(
         self,

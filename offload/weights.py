@@ -25,7 +25,7 @@ from .mover import Mover
 from .partition import Partition
 from .plan import MemoryPlan
 from .schedule import Phase
-from .store import SwapStore
+from .store.swap import SwapStore
 
 
 class Hold(Protocol):

@@ -105,7 +105,7 @@ def run_forked(tmp_path_factory):
     Such a process ends as any other, with a status, handlers and the interpreter's end.
     """
     log = tmp_path_factory.mktemp("forked")
-    folders = [TESTS.parent, TESTS / "faults", TESTS / "step"]
+    folders = [TESTS.parent, TESTS, TESTS / "faults", TESTS / "step"]
     paths = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     environment = {**os.environ, **paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, OffloadError, StoreError
+from ..store.directory import MANIFEST_NAMES, SwapDirectory
 
 if TYPE_CHECKING:
     from ..saving import SavedEngine
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("offload")
 
 RECORD_FILE = "committed.json"
-MANIFEST_NAMES = ("manifest-0.json", "manifest-1.json")
-"""As in `store.directory`, which loads torch."""
 SAVE_EVERY = 10
 """Steps between commits, where nothing else is asked for."""
 
@@ -91,7 +90,6 @@ def give_up(out: Path) -> None:
     Raises:
         StoreError: it still runs.
     """
-    from ..store import SwapDirectory
     from ..store.commits import find_commits
 
     record = RunRecord(out)

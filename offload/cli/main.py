@@ -10,6 +10,26 @@ import typer
 from .. import __version__
 from .commits import SAVE_EVERY
 from .failures import Failures
+from .options import (
+    ConfigArgument,
+    DataOption,
+    ExportOption,
+    FieldOption,
+    HeldArgument,
+    ModelOption,
+    OutOption,
+    PreviousOption,
+    QuietFinetuneOption,
+    QuietOption,
+    RestartOption,
+    ResumeOption,
+    SaveEveryOption,
+    SeedOption,
+    SeqOption,
+    StepsOption,
+    TokenizerOption,
+    TracebackOption,
+)
 
 app = typer.Typer(
     name="offload",
@@ -21,42 +41,6 @@ app = typer.Typer(
     " (DeepSpeed's, with a few additions). Begin with `plan`, which computes what a run needs in a moment and"
     " changes nothing; then run the same line with `finetune`.",
 )
-
-ConfigArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="CONFIG",
-        help="JSON configuration: where parameters and optimizer state live, the memory they may take, the"
-        " optimizer. `swap_configs/` has one per scenario.",
-        show_default=False,
-    ),
-]
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        metavar="DIR|preset:NAME",
-        help="A model directory saved by transformers, or a decoder with random weights: preset:demo, 10m,"
-        " 25m, 50m, 125m, 350m, 1b, 3b, 7b, 8b, 13b, 30b, 70b.",
-        show_default=False,
-    ),
-]
-HeldArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="DIR",
-        help="A swap directory of a run (offload-*), a checkpoint, or a directory that holds some of them.",
-        show_default=False,
-    ),
-]
-StepsOption = Annotated[int, typer.Option(min=1, metavar="N", help="Optimizer steps.")]
-SeqOption = Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of one sequence.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", help="Only plain lines.")]
-TracebackOption = Annotated[
-    bool,
-    typer.Option(
-        "--traceback", envvar="OFFLOAD_TRACEBACK", help="Show where an error was raised.", show_default=False
-    ),
-]
 
 
 def _version(wanted: bool) -> None:
@@ -78,72 +62,19 @@ def _options(
 def finetune(
     config: ConfigArgument,
     model: ModelOption,
-    data: Annotated[
-        Path,
-        typer.Option(
-            metavar="PATH",
-            help="Text to train on: a file (plain, or .jsonl), or a folder of .txt .md .rst .py .jsonl"
-            " files.",
-            show_default=False,
-        ),
-    ],
+    data: DataOption,
     steps: StepsOption = 100,
     seq: SeqOption = 256,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Where report.json and the tokenised text go. Default: runs/ and the name of CONFIG.",
-            show_default=False,
-        ),
-    ] = None,
-    export: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write the trained model there at the end, as safetensors that transformers opens.",
-            show_default=False,
-        ),
-    ] = None,
-    field: Annotated[str, typer.Option(metavar="NAME", help="Where a .jsonl record has its text.")] = "text",
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="A tokenizer saved by transformers, or a tokenizer.json. Default: the model's own; a preset"
-            " reads bytes.",
-            show_default=False,
-        ),
-    ] = None,
-    seed: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="Of a preset's first weights and of the order of the data."),
-    ] = 0,
-    save_every: Annotated[
-        int,
-        typer.Option(
-            "--save-every",
-            min=0,
-            metavar="N",
-            help="Commit after every N steps, and the last, where the swap files keep two generations"
-            " (durability.generations); 0: never.",
-        ),
-    ] = SAVE_EVERY,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last commit of the run in --out.")
-    ] = False,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Give up what a run in --out has committed, and begin anew.")
-    ] = False,
-    previous: Annotated[
-        bool,
-        typer.Option(
-            "--previous", help="With --resume: go on from the commit before the last one, for good."
-        ),
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Only plain lines of progress and the result.")
-    ] = False,
+    out: OutOption = None,
+    export: ExportOption = None,
+    field: FieldOption = "text",
+    tokenizer: TokenizerOption = None,
+    seed: SeedOption = 0,
+    save_every: SaveEveryOption = SAVE_EVERY,
+    resume: ResumeOption = False,
+    restart: RestartOption = False,
+    previous: PreviousOption = False,
+    quiet: QuietFinetuneOption = False,
     traceback: TracebackOption = False,
 ) -> None:
     """Train a model on text. What it needs is checked, and printed as a plan, before anything starts.

@@ -13,7 +13,7 @@ from .. import metrics
 from ..errors import CheckpointError
 from ..portable import directory as checkpoints
 from ..portable.manifest import NAME as CHECKPOINT_NAME
-from ..store.directory import MANIFEST_NAMES, MEMBER_NAME, OWNER_FILE, PREFIX, is_committed
+from ..store.directory import OWNER_FILE, PREFIX, is_committed
 from ..untrusted import read_small_file
 
 Kind = Literal["swap store", "checkpoint"]
@@ -49,7 +49,7 @@ def _held(directory: Path) -> Iterator[Held]:
     if os.path.lexists(directory / CHECKPOINT_NAME):
         yield Held("checkpoint", directory)
         return
-    if any(os.path.lexists(directory / name) for name in (*MANIFEST_NAMES, MEMBER_NAME)):
+    if is_committed(directory):
         yield Held("swap store", directory)
         return
     for path in sorted(directory.iterdir()):
@@ -79,6 +79,7 @@ class Owner:
 
     pid: int | None
     host: str
+    started: str
     is_alive: bool
 
 
@@ -86,12 +87,13 @@ def owner_of(directory: Path) -> Owner:
     """Whose a swap directory is, and whether that run goes on: without taking its lock."""
     try:
         owner = json.loads(read_small_file(directory / OWNER_FILE, 4096))
-        pid, host = owner["pid"], owner["host"]
-        if type(pid) is not int or type(host) is not str or not host.isprintable():
+        pid, texts = owner["pid"], (owner["host"], owner["started"])
+        if type(pid) is not int or any(type(text) is not str or not text.isprintable() for text in texts):
             raise ValueError
-        return Owner(pid, host[:255], is_locked(directory / OWNER_FILE))
+        host, started = (text[:255] for text in texts)
+        return Owner(pid, host, started, is_alive=is_locked(directory / OWNER_FILE))
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, RecursionError):
-        return Owner(None, "", False)
+        return Owner(None, "", "", is_alive=False)
 
 
 def is_locked(path: Path, locks: Path = Path("/proc/locks")) -> bool:

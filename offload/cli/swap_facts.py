@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import shlex
 from collections.abc import Iterator
@@ -14,14 +12,12 @@ from ..blockdevice import BlockDevice, device_under
 from ..bytesize import PAGE_BYTES, GiB, format_bytes
 from ..errors import ConfigError, OffloadError
 from ..metrics import Mount, mount_of
+from ..store.directory import OWNER_FILE, PREFIX, is_committed, is_in_use
 from .facts import Fact
 from .host import Host
 from .loads import ScratchFile, check_directory, settings_text
+from .stores import owner_of
 
-PREFIX = "offload-"
-OWNER_FILE = "owner.json"
-COMMIT_NAMES = ("manifest-0.json", "manifest-1.json", "member.json")
-"""As in `store.directory`, which loads torch."""
 FREE_BYTES_MIN = 10 * GiB
 FREE_SHARE_MIN = 0.05
 _NETWORK = (
@@ -148,43 +144,22 @@ def _space(path: Path) -> Fact:
 def _left_behind(path: Path) -> Iterator[Fact]:
     """Swap directories: those in use, those that hold what a run has committed, and what is left of dead owners."""
     for folder in sorted(path.glob(f"{PREFIX}*-rank*")):
-        owner = _owner(folder)
-        if owner is None:
-            continue
-        is_alive, about = owner
+        if not os.access(folder / OWNER_FILE, os.R_OK):
+            continue  # not one, or not ours to see
+        owner = owner_of(folder)
+        known = owner.pid is not None
+        about = f"of process {owner.pid}, started {owner.started}" if known else "of an unknown process"
         size = sum(file.stat().st_blocks * 512 for file in folder.iterdir() if file.is_file())
         text = f"{folder.name}: {format_bytes(size)}, {about}"
-        if is_alive:
+        if is_in_use(folder):
             yield Fact("swap in use", text)
-        elif any(os.path.lexists(folder / name) for name in COMMIT_NAMES):
-            yield Fact("last commit", f"{text}; `rm -r {shlex.quote(str(folder))}` gives it up")
+        elif is_committed(folder):
+            yield Fact(
+                "last commit", f"{text}; go on from it, or `rm -r {shlex.quote(str(folder))}` gives it up"
+            )
         else:
             hint = f"the next run with this path removes it, or `rm -r {shlex.quote(str(folder))}`"
             yield Fact("left behind", text, "slow", hint)
-
-
-def _owner(folder: Path) -> tuple[bool, str] | None:
-    """Whether the owner of a swap directory lives, and who it is; None where it is not one, or not ours to see."""
-    try:
-        fd = os.open(folder / OWNER_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            is_alive = False
-        except BlockingIOError:
-            is_alive = True
-        text = os.read(fd, 4096).decode(errors="replace")
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-    try:
-        owner = json.loads(text)
-        return is_alive, f"of process {owner['pid']}, started {owner['started']}"
-    except (ValueError, KeyError, TypeError):
-        return is_alive, "of an unknown process"
 
 
 def _tuned(path: Path) -> Fact:

@@ -18,7 +18,7 @@ from ..optimizer import OffloadOptimizer
 from ..placement import swap_paths_of
 from ..plan import MemoryPlan
 from ..saving import SavedEngine
-from ..store import SwapDirectory
+from ..store.directory import SwapDirectory
 from .building import build, fill_later, hf_config, shapes_of
 from .commits import Commits, give_up
 from .failures import Stopped, StopSignals, describe

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 
 from ..bytesize import MiB
-from ..errors import TransferError
+from ..errors import CheckpointError, TransferError
 from ..links import Ticket, wait_for_end
 from ..slab import map_slab
 from .committed import CommittedFiles, sum_of
 from .crc import join
 from .layout import Item, PlaneKind
 from .manifest import Manifest
+from .tensors import Tensors
 
 PIECE_BYTES = 16 * MiB
 
@@ -53,6 +54,33 @@ def scan(directory: Path) -> Iterator[Scanned]:
                 if scanned.damage is None or not files.renew():
                     break
             yield scanned
+        yield from _scan_tensors(directory, files)
+
+
+def _scan_tensors(directory: Path, files: CommittedFiles) -> Iterator[Scanned]:
+    """Those that are in no plane; :func:`committed_bytes` does not count them."""
+    while True:
+        manifest = files.manifest
+        if "tensors" not in manifest.training:
+            return
+        try:
+            tensors = Tensors(directory, manifest.training["tensors"])
+            found = [Scanned(manifest, 0, _damage(tensors, name)) for name in tensors]
+        except CheckpointError:
+            if not files.renew():
+                raise
+            continue
+        if not any(scanned.damage for scanned in found) or not files.renew():
+            yield from found
+            return
+
+
+def _damage(tensors: Tensors, name: str) -> TransferError | None:
+    try:
+        tensors[name]
+    except TransferError as error:
+        return error
+    return None
 
 
 class _Scanner:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import adam, harness, io, learning, step, tune
+from benchmarks import adam, durability, harness, io, learning, step, tune
 from offload.cli.loads import LOADS
 from offload.cli.search import candidates
 
@@ -139,3 +139,13 @@ def test_learning_rate_goes_up_and_down():
     rates = [learning.lr_at(step, 100, 1.0) for step in range(100)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] == pytest.approx(0.1, abs=2e-3)
+
+
+def test_durability(tmp_path, capsys):
+    small = ["--model=preset:10m", "--steps=1", "--seq=16", "--host-bytes=1GiB", f"--swap={tmp_path}"]
+    assert durability.main([*small, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    first, second = report["train"], report["go_on"]
+    assert first["loss"] == second["loss"] and list(tmp_path.iterdir()) == []
+    assert max(save["bytes"] for save in (*first["flushing"], *first["nothing_to_flush"])) <= 1 << 20
+    assert dict(durability.rows(first, second)).keys() >= {"a step, seconds", "prepare(resume=True), seconds"}

@@ -111,7 +111,7 @@ def test_signals_at_random_moments(run):
 
 WORST_MOMENTS = """
 import offload.construct
-from offload.store import SwapDirectory
+from offload.store.directory import SwapDirectory
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGTERM)

@@ -8,7 +8,7 @@ from models import Placement, Training, steps
 
 import offload
 from offload.saving import Elsewhere
-from offload.store import SwapDirectory
+from offload.store.directory import SwapDirectory
 
 TRAINING = Training("bf16", steps=3, tied=True, frozen="blocks.0 blocks.2.norm")
 

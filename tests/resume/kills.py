@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from interrupted import settings
 from models import Placement, Training
 from torch import nn
 
 import offload
-from runs import settings
 
 PLACEMENTS = [
     Placement("nvme", "nvme", "step", chunk=1024),

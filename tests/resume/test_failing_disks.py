@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from interrupted import remove
 from kills import Loop, undisturbed
-from runs import remove
 
 from offload import aio, lifetime
 from offload.errors import CheckpointError, OffloadError, StoreError, TransferError

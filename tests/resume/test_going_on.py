@@ -7,12 +7,14 @@ import time
 
 import pytest
 import torch
+from interrupted import GIB, after, remove, running, settings, start
 from models import WIDTH, Placement, Training
 from torch import nn
 
 import offload
 from offload.errors import CheckpointError, ConfigError, OffloadError, StoreError, TransferError
-from runs import GIB, after, remove, running, settings, start
+from offload.store.commits import find_commits
+from offload.store.scan import scan
 
 NVME = Placement("nvme", "nvme", "step")
 RESIDENT = Placement("cpu", "nvme", "step")
@@ -278,6 +280,22 @@ def test_buffers_are_those_of_the_commit(swap_path):
     assert files == 2, "those of the last two commits"
     found, _ = run(True, 3, 4, saves=False)
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    (directory,) = swap_path.iterdir()
+    assert not any(item.damage for item in scan(directory))
+    named = {file.name: file for file in directory.glob("tensors-*")}
+    file = named[find_commits(directory).newest.training["tensors"]["file"]]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    (damage,) = [item.damage for item in scan(directory) if item.damage]
+    assert "buffer.norm." in str(damage) and file.name in str(damage)
+    with pytest.raises(TransferError, match=r"buffer\.norm\..*nothing of it was used"):
+        run(True, 3, 4, saves=False)
+    file.write_bytes(data[:-1])
+    with pytest.raises(CheckpointError, match="broken header"):
+        list(scan(directory))
+    with pytest.raises(CheckpointError, match=r"commit 3: .*broken header"):
+        run(True, 3, 4, saves=False)
     remove(swap_path)
 
 

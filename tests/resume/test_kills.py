@@ -5,10 +5,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from interrupted import remove
 from kills import Loop, undisturbed
 
 from offload.errors import NoCheckpointError
-from runs import remove
 
 MICRO_BATCHES = 40
 """More than any process gets to."""

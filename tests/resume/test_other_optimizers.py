@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from interrupted import remove
 from torch import nn
 
 import offload
-from runs import remove
 
 OPTIMIZERS = {
     "sgd": {"type": "SGD", "params": {"lr": 0.1}},

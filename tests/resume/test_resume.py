@@ -1,9 +1,8 @@
 """A run that was committed goes on bit for bit as one that nobody interrupted, on every placement."""
 
 import pytest
+from interrupted import after, remove, running
 from models import Placement, Training
-
-from runs import after, remove, running
 
 PLACEMENTS = [
     Placement("cpu", "nvme", "step", chunk=8192),

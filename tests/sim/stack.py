@@ -22,7 +22,8 @@ from offload.pipeline import NvmeStates, OptimizerPipeline, UnitUpdate
 from offload.placement import Placement
 from offload.plan import MemoryPlan
 from offload.schedule import Phase
-from offload.store import StoreLayout, SwapStore
+from offload.store.layout import StoreLayout
+from offload.store.swap import SwapStore
 from offload.weights import HostSlots, StreamedWeights
 
 CHUNK = ELEMENTS_ALIGNMENT

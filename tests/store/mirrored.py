@@ -10,9 +10,9 @@ from offload.inventory import ParamInfo, build_inventory
 from offload.ledger import Ledger
 from offload.placement import Placement, SwapPaths
 from offload.plan import MemoryPlan
-from offload.store import SwapStore
 from offload.store.manifest import ParamDetail, shapes_of
 from offload.store.recovery import recover
+from offload.store.swap import SwapStore
 
 PAGE = 4096
 PLANE_DTYPES = {"residual": "int16", "exp_avg": "float32", "exp_avg_sq": "float32"}

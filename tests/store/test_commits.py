@@ -23,9 +23,11 @@ from offload.config.schema import Aio
 from offload.errors import CheckpointError, StoreError, TransferError
 from offload.ledger import Ledger
 from offload.optim.checksum import crc32c
-from offload.store import StoreLayout, SwapDirectory, checksums
+from offload.store import checksums
 from offload.store.commits import find_commits
 from offload.store.crc import join
+from offload.store.directory import SwapDirectory
+from offload.store.layout import StoreLayout
 from offload.store.recovery import recover
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mirrored import PAGE, plan_of, shapes_for
 
 from offload.errors import CheckpointError, StoreError
-from offload.store import StoreLayout
+from offload.store.layout import StoreLayout
 from offload.store.manifest import FORMAT, ITEMSIZES, FileEntry, ItemEntry, Manifest
 from offload.store.reader import decode, read_manifest
 

@@ -9,7 +9,7 @@ from mirrored import Mirrored
 from power import Disk, PowerCut
 
 from offload.errors import CheckpointError, StoreError
-from offload.store import SwapDirectory
+from offload.store.directory import SwapDirectory
 
 SEEDS_EACH = 20
 

@@ -21,7 +21,9 @@ from offload.inventory import ParamInfo, build_inventory
 from offload.ledger import Ledger
 from offload.placement import Placement, SwapPaths
 from offload.plan import MemoryPlan
-from offload.store import StoreLayout, SwapDirectory, SwapStore
+from offload.store.directory import SwapDirectory
+from offload.store.layout import StoreLayout
+from offload.store.swap import SwapStore
 
 ROOT = str(Path(offload.__file__).parents[1])
 MiB = 1 << 20
@@ -36,7 +38,7 @@ def one(swap_path):
 
 OWNER = """
 import sys
-from offload.store import SwapDirectory
+from offload.store.directory import SwapDirectory
 directory = SwapDirectory(sys.argv[1])
 print(directory.path, flush=True)
 sys.stdin.read()  # until our parent lets go
@@ -128,7 +130,7 @@ def test_unusable_path_is_refused_by_name(tmp_path, kind, message):
 
 UNPRIVILEGED = """
 import os
-from offload.store import SwapDirectory
+from offload.store.directory import SwapDirectory
 from offload.errors import StoreError
 if os.getuid() == 0:
     os.setgid(65534); os.setuid(65534)
@@ -227,7 +229,7 @@ def test_a_forked_child_does_not_remove(swap_path):
 
 ORPHAN = """
 import os, time
-from offload.store import SwapDirectory
+from offload.store.directory import SwapDirectory
 directory = SwapDirectory({path!r})
 child = os.fork()
 if child == 0:
@@ -253,7 +255,7 @@ def test_a_forked_child_does_not_hold_the_lock(swap_path, run_forked):
 
 RACERS = """
 import os, sys, time
-from offload.store import SwapDirectory
+from offload.store.directory import SwapDirectory
 start, racers = time.monotonic() + 0.1, []
 for _ in range(2):
     racers.append(os.fork())

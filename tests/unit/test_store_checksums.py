@@ -14,8 +14,9 @@ from offload.inventory import ParamInfo, build_inventory
 from offload.ledger import Ledger
 from offload.placement import Placement, SwapPaths
 from offload.plan import MemoryPlan
-from offload.store import SwapStore, checksums
+from offload.store import checksums
 from offload.store.layout import Extent, Stripes
+from offload.store.swap import SwapStore
 
 PAGE = 4096
 

@@ -15,9 +15,9 @@ from offload.inventory import ParamInfo, build_inventory
 from offload.ledger import Ledger
 from offload.placement import Placement, SwapPaths
 from offload.plan import MemoryPlan
-from offload.store import StoreLayout, SwapStore
 from offload.store.drives import fit_shares, shares_of
-from offload.store.layout import PIECE_BYTES_MIN
+from offload.store.layout import PIECE_BYTES_MIN, StoreLayout
+from offload.store.swap import SwapStore
 
 MiB = 1 << 20
 

@@ -1,0 +1,213 @@
+"""What saving and going on cost: commits of the swap store after each step, and the next process's first step.
+
+    python -m benchmarks.durability --swap DIR --model preset:1b --results
+
+One process trains with everything on NVMe and two generations, and commits after every step: once as it is, which
+brings the step's writes to stable storage, and once more at once, when nothing is left to bring there: what a commit
+itself costs. Then it makes one step more, of which nobody will hear. Another process goes on from the last commit,
+and has to have the same loss in that step. Bytes are those that the kernel counts for the process while it saves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import offload
+from offload import construct
+from offload.bytesize import format_bytes
+from offload.cli.building import build
+from offload.cli.sources import PresetSource
+from offload.models.presets import preset
+
+from . import harness
+
+RESULTS = harness.ROOT / "benchmarks/results/durability.md"
+MARK = "<!-- what follows is written by the benchmark -->\n"
+
+
+def written_bytes() -> int:
+    """What this process has sent to drives, by the kernel's count."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
+
+
+class Training:
+    """A preset in training, with everything on NVMe."""
+
+    def __init__(self, options: argparse.Namespace, *, resume: bool) -> None:
+        self._options = options
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": options.swap},
+                "offload_optimizer": {"device": "nvme", "nvme_path": options.swap, "update": "backward"},
+            },
+            "durability": {"generations": 2},
+            "memory": {"host_bytes": options.host_bytes},
+        }
+        name = options.model.removeprefix("preset:")
+        model, read = build(PresetSource(name, preset(name)), seed=0)
+        construct.fill_later(model, read)
+        self._vocabulary = preset(name).vocab_size
+        begin = time.perf_counter()
+        self.model, self.optimizer = offload.prepare(model, config, resume=resume)
+        self.prepare_seconds = time.perf_counter() - begin
+        self.engine = self.optimizer.engine
+
+    def step(self) -> tuple[float, float]:
+        """Loss and seconds of the next step."""
+        draw = torch.Generator().manual_seed(self.engine.global_steps)
+        tokens = torch.randint(self._vocabulary, (1, self._options.seq), generator=draw)
+        begin = time.perf_counter()
+        loss = self.model(tokens, labels=tokens)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item(), time.perf_counter() - begin
+
+    def save(self) -> dict[str, float]:
+        """Commits; gives its seconds and bytes."""
+        self.engine.settle()  # what the step has still to write is the step's
+        before, begin = written_bytes(), time.perf_counter()
+        self.engine.save_checkpoint()
+        return {"seconds": time.perf_counter() - begin, "bytes": written_bytes() - before}
+
+
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    """The process that commits after every step."""
+    training = Training(options, resume=False)
+    steps, flushing, nothing_to_flush = [], [], []
+    for _ in range(options.steps):
+        steps.append(training.step()[1])
+        flushing.append(training.save())
+        nothing_to_flush.append(training.save())
+    loss, _ = training.step()
+    state_bytes = sum(line.total for line in training.engine.plan.lines if line.tier == "nvme") // 2
+    training.engine.close()
+    return {
+        "loss": loss,
+        "steps": steps,
+        "flushing": flushing,
+        "nothing_to_flush": nothing_to_flush,
+        "state_bytes": state_bytes,
+    }
+
+
+def go_on(options: argparse.Namespace) -> dict[str, Any]:
+    """The process that goes on from the last commit."""
+    training = Training(options, resume=True)
+    loss, seconds = training.step()
+    second, steady = training.step()
+    training.engine.close()
+    return {
+        "loss": loss,
+        "prepare_seconds": training.prepare_seconds,
+        "first_step": seconds,
+        "step": steady,
+        "second_loss": second,
+    }
+
+
+def run_phase(options: argparse.Namespace, phase: str) -> dict[str, Any]:
+    """One phase in a process of its own.
+
+    Raises:
+        RuntimeError: it has failed.
+    """
+    command = [sys.executable, "-m", "benchmarks.durability", "--phase", phase, "--model", options.model]
+    command += ["--swap", options.swap, "--steps", str(options.steps), "--seq", str(options.seq)]
+    command += ["--host-bytes", options.host_bytes]
+    passive = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # as `offload finetune` does it
+    ended = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=False, cwd=harness.ROOT, env=passive
+    )
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with status {ended.returncode}")
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def rows(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The numbers, each with its name."""
+    step = statistics.median(first["steps"])
+    saving = {
+        what: statistics.median(save["seconds"] for save in first[what])
+        for what in ("flushing", "nothing_to_flush")
+    }
+    most = max(save["bytes"] for what in saving for save in first[what])
+    fixed = saving["nothing_to_flush"]
+    return [
+        ("state of the run", format_bytes(first["state_bytes"])),
+        ("a step, seconds", f"{step:.2f}"),
+        ("save_checkpoint after a step, ms", f"{1e3 * saving['flushing']:.1f}"),
+        ("of it the commit itself, ms", f"{1e3 * fixed:.1f}"),
+        ("the commit itself, of a step", f"{fixed / step:.2%}"),
+        ("bytes written by saving, at most", format_bytes(most)),
+        ("prepare(resume=True), seconds", f"{second['prepare_seconds']:.2f}"),
+        ("first step then, and the next, seconds", f"{second['first_step']:.2f}, {second['step']:.2f}"),
+        ("loss of that step, in both processes", f"{first['loss']:.6f}, {second['loss']:.6f}"),
+    ]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--swap", required=True, help="a directory on the drive; the benchmark makes one in it"
+    )
+    parser.add_argument("--model", default="preset:1b")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--host-bytes", default="2GiB")
+    parser.add_argument("--results", action="store_true", help=f"write the table into {RESULTS.name}")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--phase", choices=["train", "go_on"], help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Both processes, and the table; see the top of the file."""
+    options = parse(arguments)
+    if options.phase:
+        print(json.dumps(train(options) if options.phase == "train" else go_on(options)))
+        return 0
+    folder = Path(options.swap) / "benchmark-durability"
+    options.swap = str(folder)
+    try:
+        first, second = run_phase(options, "train"), run_phase(options, "go_on")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if first["loss"] != second["loss"]:
+        print(f"the losses differ: {first['loss']!r} and {second['loss']!r}", file=sys.stderr)
+        return 1
+    described = harness.host(Path(options.swap).parent)
+    if options.json:
+        print(json.dumps({"host": described, "train": first, "go_on": second}, indent=2))
+        return 0
+    text = harness.table([options.model, ""], rows(first, second))
+    print(text)
+    if options.results:
+        said = RESULTS.read_text().partition(MARK)[0] if RESULTS.exists() else "# Durability\n\n"
+        command = f"python -m benchmarks.durability --model {options.model} --steps {options.steps}"
+        RESULTS.write_text(f"{said}{MARK}{harness.header(command, described)}\n{text}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
