@@ -239,6 +239,40 @@ def test_deepspeeds_shape(swap_path):
     remove(swap_path)
 
 
+def test_another_schedule_counts_from_where_the_old_one_was(swap_path):
+    """The step after the restart trains at the rate that was due; then the new schedule says."""
+    training = Training(precision="bf16", steps=6)
+
+    def begin(warmup, *, resume):
+        params = {"warmup_num_steps": warmup, "warmup_max_lr": 1e-2, "warmup_type": "linear"}
+        config = settings(training, NVME, swap_path, scheduler={"type": "WarmupLR", "params": params})
+        return offload.initialize(model=training.model(), config=config, resume=resume)[0]
+
+    def rates(engine, batches):
+        found = []
+        for batch in batches:
+            found += engine.get_lr()
+            engine.backward(engine(batch))
+            engine.step()
+        return found
+
+    batches = training.batches()
+    engine = begin(10, resume=False)
+    old = rates(engine, batches)
+    engine.close()
+    engine = begin(20, resume=False)
+    new = rates(engine, batches)
+    engine.close()
+    engine = begin(10, resume=False)
+    rates(engine, batches[:3])
+    engine.save_checkpoint()
+    engine.close()
+    engine = begin(20, resume=True)
+    assert rates(engine, batches[3:]) == [old[3], *new[4:]]
+    engine.close()
+    remove(swap_path)
+
+
 def test_deepspeeds_shape_where_there_is_nothing_to_load(swap_path, caplog):
     engine = offload.initialize(model=Training().model(), config=settings(Training(), NVME, swap_path))[0]
     with caplog.at_level(logging.WARNING):
