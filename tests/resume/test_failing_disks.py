@@ -136,6 +136,9 @@ def one_cut(seed, swap_path, monkeypatch):
                     resource.release()
             else:
                 die(loop.engine)
+        disk.planes = {
+            path: held for path, held in disk.planes.items() if path.exists()
+        }  # prepare took the rest away
         disk.cut()
         disk.forget()
         try:
