@@ -13,7 +13,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +42,6 @@ logger = logging.getLogger("offload")
 
 WRITES_FLYING_MAX = 4
 """Of what is at home in memory, at a commit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """What is asked of a checkpoint that is not a commit."""
-
-    exclude_frozen: bool = False
-    """Leave out frozen weights; loading then needs the same base."""
-    keep_last: int | None = None
-    """So many checkpoints stay in the directory."""
-    latest: bool = True
-    """Make it the one that is loaded where no tag is given."""
 
 
 class SavedEngine(OffloadEngine):
@@ -157,7 +144,9 @@ class SavedEngine(OffloadEngine):
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         *,
-        elsewhere: Elsewhere | None = None,
+        exclude_frozen: bool = False,
+        keep_last: int | None = None,
+        latest: bool = True,
     ) -> Path:
         """Makes the state after the last step what the next start goes on from. See Note [Saving].
 
@@ -168,7 +157,9 @@ class SavedEngine(OffloadEngine):
                 Elsewhere a checkpoint is written to ``dir/tag``, which every placement can load.
             tag: a name for it; for a checkpoint ``global_stepN`` by default.
             client_state: JSON, which :attr:`client_state` gives back.
-            elsewhere: what is asked of a checkpoint.
+            exclude_frozen: of a checkpoint, leave out frozen weights; loading then needs the same base.
+            keep_last: of checkpoints, so many stay in ``dir``.
+            latest: of a checkpoint, make it the one that is loaded where no tag is given.
 
         Returns:
             The directory.
@@ -183,7 +174,15 @@ class SavedEngine(OffloadEngine):
             self._refuse_half_a_step("saved")
             state = self._capture(tag, client_state)
             if dir is not None and not self._is_own(Path(dir)):
-                return self._save_elsewhere(state, Path(dir), tag, elsewhere or Elsewhere())
+                return save(
+                    self,
+                    Content(state.step, state.values, state.tensors, config_of(self._owned_model()) or {}),
+                    dir,
+                    f"global_step{state.step}" if tag is None else tag,
+                    exclude_frozen=exclude_frozen,
+                    keep_last=keep_last,
+                    latest=latest,
+                )
             store = self._committing_store()
             self.settle_updates()
             self._write_what_is_in_memory(store)
@@ -270,18 +269,6 @@ class SavedEngine(OffloadEngine):
         if self._model is None:
             raise OffloadError("the engine is closed")
         return self._model
-
-    def _save_elsewhere(self, state: TrainingState, root: Path, tag: str | None, how: Elsewhere) -> Path:
-        content = Content(state.step, state.values, state.tensors, config_of(self._owned_model()) or {})
-        return save(
-            self,
-            content,
-            root,
-            f"global_step{state.step}" if tag is None else tag,
-            exclude_frozen=how.exclude_frozen,
-            keep_last=how.keep_last,
-            latest=how.latest,
-        )
 
     # -- going on -----------------------------------------------------------------------------------------
 

@@ -41,7 +41,6 @@ from ..optimizer import OffloadOptimizer
 from ..placement import refuse_unbuilt
 from ..plan import MemoryPlan
 from ..resuming import Where
-from ..saving import Elsewhere
 from . import saving
 from .client import ClientOptimizer, bind_scheduler, check_scheduler, read_optimizer
 from .counts import EngineCounts
@@ -429,8 +428,10 @@ class TrainingEngine:
     ) -> bool:
         """As ``OffloadEngine.save_checkpoint``: the schedule and an unfinished window are saved too. True."""
         self._check_open()
-        how = Elsewhere(exclude_frozen=exclude_frozen_parameters, keep_last=keep_last, latest=save_latest)
-        self._engine.save_checkpoint(save_dir, tag, client_state, elsewhere=how)
+        self._engine.save_checkpoint(
+            save_dir, tag, client_state, exclude_frozen=exclude_frozen_parameters, keep_last=keep_last,
+            latest=save_latest,
+        )  # fmt: skip
         return True
 
     def load_checkpoint(

@@ -7,7 +7,6 @@ import torch
 from models import Placement, Training, steps
 
 import offload
-from offload.saving import Elsewhere
 from offload.store.directory import SwapDirectory
 
 TRAINING = Training("bf16", steps=3, tied=True, frozen="blocks.0 blocks.2.norm")
@@ -27,9 +26,9 @@ def assert_same(found, expected):
         assert torch.equal(found[key], value), key
 
 
-def saved(optimizer, folder, tag="step", client_state=None, **elsewhere):
+def saved(optimizer, folder, tag="step", client_state=None, **how):
     """A checkpoint of a live engine."""
-    return optimizer.engine.save_checkpoint(folder, tag, client_state, elsewhere=Elsewhere(**elsewhere))
+    return optimizer.engine.save_checkpoint(folder, tag, client_state, **how)
 
 
 @contextmanager

@@ -33,13 +33,17 @@ class CountingOptimizer(ShardOptimizer):
     """Checks that every plane holds the same count, and adds one."""
 
     weight_dtype = torch.float32
+    moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(self) -> None:
         self.updated: list[tuple[int, int]] = []
         """(unit, first element) of every chunk updated."""
 
     def state_specs(self, numel):
-        return tuple(PlaneSpec(name, torch.float32, numel) for name in ("exp_avg", "exp_avg_sq"))
+        return tuple(PlaneSpec(name, torch.float32, numel) for name in self.moments)
+
+    def segment(self, span, group):
+        raise AssertionError("not used")
 
     def init_state(self, planes, master=None):
         raise AssertionError("not used")
