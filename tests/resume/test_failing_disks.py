@@ -136,9 +136,9 @@ def one_cut(seed, swap_path, monkeypatch):
                     resource.release()
             else:
                 die(loop.engine)
-        disk.planes = {
-            path: held for path, held in disk.planes.items() if path.exists()
-        }  # prepare took the rest away
+        # What a prepare that was broken off has taken away again is gone.
+        disk.planes = {path: content for path, content in disk.planes.items() if path.exists()}
+        disk.pending = [entry for entry in disk.pending if entry[0] in disk.planes]
         disk.cut()
         disk.forget()
         try:
