@@ -52,6 +52,26 @@ def test_k01_training_goes_on_anywhere(kind, before, after, swap_path, tmp_path)
         assert torch.equal(found.get(("master", name), found["weight", name]).float(), master), name
 
 
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(PLACES[:2], 2)], ids=str)
+def test_k09_state_goes_where_the_configuration_says_with_an_accelerator_too(
+    before, after, swap_path, tmp_path, monkeypatch
+):
+    """A device that is simulated: state and weights that were on it come back in host memory and nvme, or go there."""
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "simulated:3")
+    training = Training("bf16", frozen="blocks.0")
+    with prepared(training, before, swap_path) as (model, optimizer):
+        steps(model, optimizer, training.batches()[:HALF])
+        folder = saved(optimizer, tmp_path / "out")
+        losses = steps(model, optimizer, training.batches()[HALF:])
+        expected = values_of(model, optimizer)
+    with prepared(training, after, swap_path, replace(training, seed=7).model()) as (model, optimizer):
+        plan = optimizer.engine.plan
+        assert (len(plan.on_device) > 0) == (after.state == "none")
+        optimizer.engine.load_checkpoint(folder)
+        assert steps(model, optimizer, training.batches()[HALF:]) == losses
+        assert_same(values_of(model, optimizer), expected)
+
+
 @pytest.mark.parametrize(("saved_as", "kept_as"), [*itertools.permutations(("fp32", "bf16", "int8"), 2)])
 def test_another_format_is_taken_over_as_by_the_optimizers_state_dict(saved_as, kept_as, swap_path, tmp_path):
     training = Training("bf16", saved_as)
