@@ -34,7 +34,7 @@ from .portable.saved import CheckpointFiles, TensorsOf
 from .resuming import find_target, has_manifest, read_training, shapes_for
 from .store.commits import find_commits
 from .store.swap import SwapStore
-from .store.tensors import forget_tensors, write_tensors
+from .store.tensors import Tensors, forget_tensors, write_tensors
 from .training_state import Stateful, TrainingState, capture, check_engine, restore, restore_part
 from .weights import HostSlots, StreamedWeights
 
@@ -428,6 +428,8 @@ class SavedEngine(OffloadEngine):
     def _restore(self, state: TrainingState, *, is_committed: bool = True) -> None:
         restore(self, self._owned_model(), state, self._parts)
         self._going_on = state
+        if isinstance(state.tensors, Tensors):
+            self._kept.append(state.tensors.file)
         self._before = (state.step - self.ledger.steps, state.skipped_steps - self.ledger.skipped_steps)
         if is_committed and isinstance(self._states, ResidentStates):
             self._states.changed.clear()

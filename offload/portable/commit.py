@@ -125,6 +125,9 @@ class CommitFiles:
         data = pieces[0] if len(pieces) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *pieces])
         return data.clone().view(dtype)
 
+    def read_into(self, target: torch.Tensor, param: SavedParam, plane: str, begin: int, end: int) -> None:
+        target.copy_(self.read(param, plane, begin, end))
+
     def tensor_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         return self._tensors.specs
 

@@ -182,6 +182,9 @@ def _load_unit(engine: OffloadEngine, unit: int, saved: Saved, matched: Match) -
 
 def _load_frozen(plane: torch.Tensor, stored: StoredParam, saved: Saved, param: SavedParam) -> None:
     target, source = stored.flat_view(plane), _ordered_as(stored, saved, param)
+    if str(stored.dtype) == f"torch.{param.dtype}":
+        source.read_into(target, param, WEIGHT, 0, param.numel)
+        return
     step = PIECE_BYTES // stored.dtype.itemsize
     for begin in range(0, param.numel, step):
         end = min(begin + step, param.numel)
@@ -191,7 +194,11 @@ def _load_frozen(plane: torch.Tensor, stored: StoredParam, saved: Saved, param: 
 def _load_chunk(
     engine: OffloadEngine, chunk: Chunk, plane: torch.Tensor, saved: Saved, matched: Match
 ) -> None:
-    buffer = engine.read_chunk(chunk)
+    plan = engine.plan
+    if matched.is_whole and plan.placement.state_home == "nvme":  # nothing of what is there stays
+        buffer = torch.zeros(plan.chunk_bytes(chunk), dtype=torch.uint8)
+    else:
+        buffer = engine.read_chunk(chunk)
     planes = engine.state_planes(chunk, buffer)
     for stored, begin, end in members(engine, chunk):
         param = matched.params.get(stored)
@@ -214,7 +221,7 @@ def _load_master(
     here = {WEIGHT: weight} if residual is None else {WEIGHT: weight, "residual": residual}
     if all(kinds.get(plane) == str(values.dtype).removeprefix("torch.") for plane, values in here.items()):
         for plane, values in here.items():
-            values.copy_(source.read(param, plane, begin, end))
+            source.read_into(values, param, plane, begin, end)
         return
     master = read_master(source, param, begin, end).float()
     if residual is None:
@@ -237,7 +244,7 @@ def _load_moments(
     own = {name: planes[name] for name in (*names, "scale") if name in planes}
     if all(kinds.get(name) == str(values.dtype).removeprefix("torch.") for name, values in own.items()):
         for name, values in own.items():
-            values.copy_(source.read(param, name, begin, end))
+            source.read_into(values, param, name, begin, end)
         return
     encode(read_moments(source, param, begin, end), own, names)
 

@@ -9,29 +9,31 @@ when the last piece of a plane has come, of a swap store before anything of an i
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
-from ..bytesize import MiB
+from ..bytesize import PAGE_BYTES, MiB, align_up
 from ..errors import CheckpointError, TransferError
 from ..links import buffer_of
 from ..optim import kernels
 from ..optim.moments import decoded
 from ..placement import MOMENTS, STATE_BLOCK, Formats
+from ..slab import map_slab
 from ..store.committed import sum_of
 from ..store.crc import join
 from ..store.manifest import ITEMSIZES
 from .manifest import NAME, WEIGHT, Checkpoint, Place, SavedParam, plane_elements
 from .reader import read_checkpoint
 
-PIECE_BYTES = 16 * MiB
+PIECE_BYTES = 8 * MiB
 
 
 class Saved(Protocol):
@@ -59,6 +61,9 @@ class Saved(Protocol):
         Raises:
             TransferError: they cannot be read, or are not what was saved.
         """
+
+    def read_into(self, target: torch.Tensor, param: SavedParam, plane: str, begin: int, end: int) -> None:
+        """As :meth:`read`, into flat elements of the plane's type."""
 
     def tensor_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """The tensors that are no parameters, by name: type and shape."""
@@ -150,6 +155,9 @@ class Reordered:
             self._take(param, plane)
         return self._whole[plane][begin:end]
 
+    def read_into(self, target: torch.Tensor, param: SavedParam, plane: str, begin: int, end: int) -> None:
+        target.copy_(self.read(param, plane, begin, end))
+
     def _take(self, param: SavedParam, plane: str) -> None:
         if plane in MOMENTS[self.formats.rule]:
             values = read_moments(self._saved, param, 0, param.numel)
@@ -208,6 +216,7 @@ class CheckpointFiles:
             for file in self.checkpoint.files:
                 self._fds.append(_open(folder / file.name, file.size))
                 stack.callback(os.close, self._fds[-1])
+            self._buffer = torch.frombuffer(map_slab(PIECE_BYTES), dtype=torch.uint8)
             self._stack = stack.pop_all()
         found = self.checkpoint
         self.formats, self.step = found.formats, found.step
@@ -227,17 +236,22 @@ class CheckpointFiles:
         return self._places[param.name][WEIGHT].crc32c
 
     def read(self, param: SavedParam, plane: str, begin: int, end: int) -> torch.Tensor:
-        if plane == "scale":
-            begin, end = begin // STATE_BLOCK * 2, -(-end // STATE_BLOCK) * 2
-        dtype, place = torch_dtype(self.planes(param)[plane]), self._places[param.name][plane]
-        values = torch.empty(end - begin, dtype=dtype)
-        data, at = values.view(torch.uint8), begin * dtype.itemsize
+        size = plane_elements(plane, end) - plane_elements(plane, begin)
+        values = torch.empty(size, dtype=torch_dtype(self.planes(param)[plane]))
+        self.read_into(values, param, plane, begin, end)
+        return values
+
+    def read_into(self, target: torch.Tensor, param: SavedParam, plane: str, begin: int, end: int) -> None:
+        if not target.is_cpu:
+            target.copy_(self.read(param, plane, begin, end))
+            return
+        place, data = self._places[param.name][plane], target.view(torch.uint8)
+        at = plane_elements(plane, begin) * target.itemsize
         self.fill(place, at, data)
         running = self._running.setdefault((param.name, plane), _Running())
         running.add(at, data)
         if running.at == self._size(param, plane) and running.total != place.crc32c:
             raise self.damage(f"{plane} of {param.name}", place, running.at, running.total)
-        return values
 
     def _size(self, param: SavedParam, plane: str) -> int:
         return plane_elements(plane, param.numel) * ITEMSIZES[self.planes(param)[plane]]
@@ -258,20 +272,25 @@ class CheckpointFiles:
         """Reads the bytes from byte ``at`` of a place on."""
         if place.file is None:
             raise AssertionError("what was left out cannot be read")
-        fd, path = self._fds[place.file], self.path(place)
-        view, done = memoryview(buffer_of(data)).cast("B"), 0
-        begin = place.offset + at
+        fd, begin, done = self._fds[place.file], place.offset + at, 0
         try:
-            while done < len(view):
-                got = os.preadv(fd, [view[done : done + PIECE_BYTES]], begin + done)
-                if not got:
-                    raise OSError(errno.EIO, "the file ended")
-                done += got
-            os.posix_fadvise(fd, begin, len(view), os.POSIX_FADV_DONTNEED)
+            while done < data.numel():
+                done += self._read(fd, begin + done, data[done:])
         except OSError as error:
             raise TransferError(
-                error.errno or errno.EIO, "read", path, offset=begin, size=len(view), done=done
+                error.errno or errno.EIO, "read", self.path(place), offset=begin, size=data.numel(), done=done
             ) from error
+
+    def _read(self, fd: int, offset: int, data: torch.Tensor) -> int:
+        """Fills the front of ``data``, through a buffer and past the page cache; says how much of it."""
+        skip = offset % PAGE_BYTES
+        wanted = min(self._buffer.numel(), align_up(skip + data.numel(), PAGE_BYTES))
+        got = os.preadv(fd, [memoryview(buffer_of(self._buffer[:wanted]))], offset - skip) - skip
+        if got <= 0:
+            raise OSError(errno.EIO, "the file ended")
+        got = min(got, data.numel())
+        data[:got].copy_(self._buffer[skip : skip + got])
+        return got
 
     def path(self, place: Place) -> str:
         """The file of a place."""
@@ -308,4 +327,6 @@ def _open(path: Path, size: int) -> int:
         raise CheckpointError(
             f"{path}: it is no file of the {size} bytes that the checkpoint says: copy it again"
         )
+    with suppress(OSError):  # the file system may know no direct I/O
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
     return fd

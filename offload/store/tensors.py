@@ -73,6 +73,8 @@ class Tensors(Mapping[str, torch.Tensor]):
         Raises:
             CheckpointError: the file is missing, damaged or another one.
         """
+        self.file: str | None = None
+        """Its name; None where there are no tensors."""
         self._entries: dict[str, TensorEntry] = {}
         self._sums: dict[str, int] = {}
         if type(about) is not dict or type(about.get("crc32c")) is not dict or "file" not in about:
@@ -88,6 +90,7 @@ class Tensors(Mapping[str, torch.Tensor]):
         self._entries = read_header(path)
         if self._entries.keys() != self._sums.keys():
             raise CheckpointError(f"{path}: its tensors are not those that the commit names")
+        self.file = name
 
     @property
     def specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:

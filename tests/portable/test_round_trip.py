@@ -23,7 +23,7 @@ HALF = 2
 
 
 WAYS = [
-    *itertools.product([("bf16", "int8")], PLACES, PLACES),
+    *((("bf16", "int8"), *ways) for ways in itertools.permutations(PLACES, 2)),
     *zip([("bf16", "fp32")] * 3, PLACES, PLACES[1:] + PLACES[:1], strict=True),
     *zip([("fp32", "bf16")] * 3, PLACES, PLACES[2:] + PLACES[:2], strict=True),
 ]
@@ -50,6 +50,26 @@ def test_k01_training_goes_on_anywhere(kind, before, after, swap_path, tmp_path)
     for name, master in whole.masters.items():
         assert torch.equal(found["exp_avg", name], whole.moments[name][0]), name
         assert torch.equal(found.get(("master", name), found["weight", name]).float(), master), name
+
+
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(PLACES[:2], 2)], ids=str)
+def test_k09_state_goes_where_the_configuration_says_with_an_accelerator_too(
+    before, after, swap_path, tmp_path, monkeypatch
+):
+    """A device that is simulated: state and weights that were on it come back in host memory and nvme, or go there."""
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "simulated:3")
+    training = Training("bf16", frozen="blocks.0")
+    with prepared(training, before, swap_path) as (model, optimizer):
+        steps(model, optimizer, training.batches()[:HALF])
+        folder = saved(optimizer, tmp_path / "out")
+        losses = steps(model, optimizer, training.batches()[HALF:])
+        expected = values_of(model, optimizer)
+    with prepared(training, after, swap_path, replace(training, seed=7).model()) as (model, optimizer):
+        plan = optimizer.engine.plan
+        assert (len(plan.on_device) > 0) == (after.state == "none")
+        optimizer.engine.load_checkpoint(folder)
+        assert steps(model, optimizer, training.batches()[HALF:]) == losses
+        assert_same(values_of(model, optimizer), expected)
 
 
 @pytest.mark.parametrize(("saved_as", "kept_as"), [*itertools.permutations(("fp32", "bf16", "int8"), 2)])

@@ -136,6 +136,9 @@ def one_cut(seed, swap_path, monkeypatch):
                     resource.release()
             else:
                 die(loop.engine)
+        # What a prepare that was broken off has taken away again is gone.
+        disk.planes = {path: content for path, content in disk.planes.items() if path.exists()}
+        disk.pending = [entry for entry in disk.pending if entry[0] in disk.planes]
         disk.cut()
         disk.forget()
         try:

@@ -20,7 +20,7 @@ NVME = Placement("nvme", "nvme", "step")
 RESIDENT = Placement("cpu", "nvme", "step")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.soak)])
 def test_step_58_with_a_schedule_new_betas_and_a_window_that_is_half_full(precision, swap_path):
     """Case K08: the next five updates are those of a run without a break, bit by bit."""
     training = Training(precision=precision, steps=64, accumulation=2, groups=True)
@@ -239,6 +239,40 @@ def test_deepspeeds_shape(swap_path):
     remove(swap_path)
 
 
+def test_another_schedule_counts_from_where_the_old_one_was(swap_path):
+    """The step after the restart trains at the rate that was due; then the new schedule says."""
+    training = Training(precision="bf16", steps=6)
+
+    def begin(warmup, *, resume):
+        params = {"warmup_num_steps": warmup, "warmup_max_lr": 1e-2, "warmup_type": "linear"}
+        config = settings(training, NVME, swap_path, scheduler={"type": "WarmupLR", "params": params})
+        return offload.initialize(model=training.model(), config=config, resume=resume)[0]
+
+    def rates(engine, batches):
+        found = []
+        for batch in batches:
+            found += engine.get_lr()
+            engine.backward(engine(batch))
+            engine.step()
+        return found
+
+    batches = training.batches()
+    engine = begin(10, resume=False)
+    old = rates(engine, batches)
+    engine.close()
+    engine = begin(20, resume=False)
+    new = rates(engine, batches)
+    engine.close()
+    engine = begin(10, resume=False)
+    rates(engine, batches[:3])
+    engine.save_checkpoint()
+    engine.close()
+    engine = begin(20, resume=True)
+    assert rates(engine, batches[3:]) == [old[3], *new[4:]]
+    engine.close()
+    remove(swap_path)
+
+
 def test_deepspeeds_shape_where_there_is_nothing_to_load(swap_path, caplog):
     engine = offload.initialize(model=Training().model(), config=settings(Training(), NVME, swap_path))[0]
     with caplog.at_level(logging.WARNING):
@@ -262,9 +296,10 @@ def test_buffers_are_those_of_the_commit(swap_path):
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(8, WIDTH, generator=generator) for _ in range(4)]
 
-    def run(resume, first, last, saves):
+    def run(resume, first, last, saves, **more):
         torch.manual_seed(0)
-        model, optimizer = offload.prepare(Counted(), settings(Training(), NVME, swap_path), resume=resume)
+        config = settings(Training(), NVME, swap_path)
+        model, optimizer = offload.prepare(Counted(), config, resume=resume, **more)
         with contextlib.closing(optimizer.engine):
             for batch in batches[first:last]:
                 model(batch).backward()
@@ -280,6 +315,9 @@ def test_buffers_are_those_of_the_commit(swap_path):
     assert files == 2, "those of the last two commits"
     found, _ = run(True, 3, 4, saves=False)
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    run(True, 3, 4, saves=True)
+    found, _ = run(True, 3, 4, saves=True, previous=True)  # whose tensors the commit after it has kept
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
     (directory,) = swap_path.iterdir()
     assert not any(item.damage for item in scan(directory))
     named = {file.name: file for file in directory.glob("tensors-*")}
@@ -294,7 +332,7 @@ def test_buffers_are_those_of_the_commit(swap_path):
     file.write_bytes(data[:-1])
     with pytest.raises(CheckpointError, match="broken header"):
         list(scan(directory))
-    with pytest.raises(CheckpointError, match=r"commit 3: .*broken header"):
+    with pytest.raises(CheckpointError, match=r"commit 4: .*broken header"):
         run(True, 3, 4, saves=False)
     remove(swap_path)
 

@@ -121,6 +121,56 @@ def test_what_is_attached_later_is_given_its_part_and_the_groups_theirs(swap_pat
         assert later.state_dict() == scheduler.state_dict()
 
 
+LR = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "lambda": lambda optimizer: LR.LambdaLR(optimizer, lambda step: 0.9**step),
+    "multiplicative": lambda optimizer: LR.MultiplicativeLR(optimizer, lambda step: 0.9),
+    "step": lambda optimizer: LR.StepLR(optimizer, 2),
+    "multi-step": lambda optimizer: LR.MultiStepLR(optimizer, [1, 4, 4]),
+    "constant": lambda optimizer: LR.ConstantLR(optimizer, total_iters=4),
+    "linear": lambda optimizer: LR.LinearLR(optimizer, total_iters=6),
+    "exponential": lambda optimizer: LR.ExponentialLR(optimizer, 0.9),
+    "polynomial": lambda optimizer: LR.PolynomialLR(optimizer, 7),
+    "cosine": lambda optimizer: LR.CosineAnnealingLR(optimizer, 7),
+    "restarts": lambda optimizer: LR.CosineAnnealingWarmRestarts(optimizer, 2),
+    "cyclic": lambda optimizer: LR.CyclicLR(optimizer, 1e-4, 1e-2, 2, cycle_momentum=False),
+    "one cycle": lambda optimizer: LR.OneCycleLR(optimizer, 1e-2, total_steps=12),
+    "plateau": lambda optimizer: LR.ReduceLROnPlateau(optimizer, patience=1),
+    "sequential": lambda optimizer: LR.SequentialLR(
+        optimizer, [LR.ConstantLR(optimizer), LR.ExponentialLR(optimizer, 0.9)], [2]
+    ),
+    "chained": lambda optimizer: LR.ChainedScheduler(
+        [LR.ConstantLR(optimizer), LR.ExponentialLR(optimizer, 0.9)], optimizer
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about the order of calls
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_of_torch_goes_on(name, swap_path):
+    """Learning rates and momenta of the next steps are those of the one that was not interrupted."""
+
+    def numbers(optimizer, scheduler, steps):
+        found = []
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step(*([1.0] if name == "plateau" else []))
+            found.append([(group["lr"], group["betas"]) for group in optimizer.param_groups])
+        return found
+
+    with prepared(TRAINING, Placement("cpu", "cpu"), swap_path) as (model, optimizer):
+        scheduler = SCHEDULERS[name](optimizer)
+        *_, last = numbers(optimizer, scheduler, 3)
+        state = capture(model, optimizer, parts={"scheduler": scheduler})
+        expected = numbers(optimizer, scheduler, 6)
+    with prepared(TRAINING, Placement("cpu", "cpu"), swap_path) as (model, optimizer):
+        restore(model, optimizer, state)
+        scheduler = SCHEDULERS[name](optimizer)
+        training_state.restore_part(optimizer.engine, state, "scheduler", scheduler)
+        assert numbers(optimizer, scheduler, 6) == expected
+    assert any(each != last for each in expected)
+
+
 def test_what_cannot_be_saved_is_named(swap_path):
     with prepared(Training(), Placement("cpu", "cpu"), swap_path) as (model, optimizer):
         with pytest.raises(ConfigError, match=r"client_state\['model'\] is of type GPT"):

@@ -175,6 +175,10 @@ def test_version_and_the_commands_that_there_are() -> None:
         "finetune": shared
         | {"--data", "--out", "--export", "--field", "--tokenizer", "--seed", "--quiet"}
         | {"--save-every", "--resume", "--restart", "--previous"},
+        "inspect": {"directory", "--params", "--json", "--traceback"},
+        "verify": {"directory", "--json", "--quiet", "--traceback"},
+        "export": {"directory", "out", "--dtype", "--model", "--quiet", "--traceback"}
+        | {"--only-trained", "--exclude-frozen"},
         "tune": {
             "paths",
             "--config",
@@ -187,6 +191,7 @@ def test_version_and_the_commands_that_there_are() -> None:
         },
         "doctor": {"paths", "--json", "--traceback"},
         "bench io": {"path", "--rounds", "--max-write", "--json", "--quiet", "--traceback"},
+        "bench adam": {"--millions", "--isa", "--threads", "--rounds", "--json", "--quiet", "--traceback"},
     }
     for name in surface:
         assert runner.invoke(app, [*name.split(), "--help"]).exit_code == 0
