@@ -155,11 +155,14 @@ def host(disk: str | Path | None = None) -> dict[str, Any]:
     return {**described, "date": time.strftime("%Y-%m-%d")}
 
 
-def header(command: str, described: dict[str, Any]) -> str:
+TURNS = "Contestants take turns, after a round that is not counted."
+
+
+def header(command: str, described: dict[str, Any], remark: str = TURNS) -> str:
     """The lines above a table of results: what was run, and where."""
     words = {"cores": "{} cores", "memory_gb": "{} GB", "torch": "torch {}"}
     parts = [words.get(key, "{}").format(value) for key, value in described.items()]
-    return f"`{command}`: {', '.join(parts)}. Contestants take turns, after a round that is not counted.\n"
+    return f"`{command}`: {', '.join(parts)}. {remark}\n"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
