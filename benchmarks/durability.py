@@ -205,7 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.results:
         said = RESULTS.read_text().partition(MARK)[0] if RESULTS.exists() else "# Durability\n\n"
         command = f"python -m benchmarks.durability --model {options.model} --steps {options.steps}"
-        RESULTS.write_text(f"{said}{MARK}{harness.header(command, described, "Medians over the steps.")}\n{text}\n")
+        head = harness.header(command, described, "Medians over the steps.")
+        RESULTS.write_text(f"{said}{MARK}{head}\n{text}\n")
     return 0
 
 
