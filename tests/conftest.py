@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from leaks import held
 
 from offload import aio
 
@@ -135,15 +136,11 @@ def nothing_left_behind():
     def descriptors():
         return {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
 
-    threads_before, descriptors_before = _kernel_threads(), descriptors()
+    (_, threads_before), descriptors_before = held(), descriptors()
     yield
-    assert _kernel_threads() <= threads_before, threading.enumerate()
+    assert held()[1] <= threads_before, threading.enumerate()
     assert set(descriptors().values()) <= set(descriptors_before.values())
 
 
 def _is_open(fd):
     return Path(f"/proc/self/fd/{fd}").exists()
-
-
-def _kernel_threads():
-    return len(os.listdir("/proc/self/task"))

@@ -7,7 +7,6 @@ import gc
 import itertools
 import logging
 import mmap
-import os
 import random
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from devices import (
     train,
     wide,
 )
+from leaks import assert_as, held
 
 import offload
 from offload import OffloadError, PlanError
@@ -76,11 +76,6 @@ def test_m01_the_plan_counts_the_bytes_that_are_taken(home, swap_path, simulate)
     assert accelerator.registered_bytes == 0
 
 
-def resources():
-    """Threads and descriptors of this process."""
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
@@ -100,8 +95,8 @@ def test_m05_ten_runs_in_one_process_leave_nothing(home, swap_path, simulate):
         del model, optimizer
         gc.collect()
         assert accelerator.live_bytes == accelerator.registered_bytes == 0
-        start = start or resources()  # after the first run: torch and the kernels keep their threads
-        assert resources() == start
+        start = start or held()  # after the first run: torch and the kernels keep their threads
+        assert_as(start)
         assert list(swap_path.iterdir()) == []
         del accelerator
         if run == 2:
@@ -145,7 +140,7 @@ def test_m05_a_set_up_that_fails_anywhere_leaves_nothing(home, what, swap_path, 
     x, failures = rows(), 0
     expected = model(x).item()
     on_cpu(1)
-    start = resources()
+    start = held()
     for number in itertools.count(1):
         accelerator = simulate()
         with monkeypatch.context() as patch:
@@ -163,7 +158,7 @@ def test_m05_a_set_up_that_fails_anywhere_leaves_nothing(home, what, swap_path, 
         gc.collect()
         assert accelerator.live_bytes == accelerator.registered_bytes == 0
         assert not accelerator._is_open
-        assert resources() == start
+        assert_as(start)
         assert list(swap_path.iterdir()) == []
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name]), name

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from leaks import assert_as, held
 from test_engine_faults import Tiny, config, train
 from torch import nn
 
@@ -318,10 +319,6 @@ def test_i02_small_file_system(tmp_path, nothing_left_behind):
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def descriptors_and_threads():
-    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
-
-
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_m05_ten_engines_one_after_another(update, swap_path):
     def once():
@@ -332,12 +329,12 @@ def test_m05_ten_engines_one_after_another(update, swap_path):
 
     once()
     gc.collect()
-    before, rss = descriptors_and_threads(), metrics.rss_bytes()
+    before, rss = held(), metrics.rss_bytes()
     for _ in range(10):
         once()
         assert list(swap_path.iterdir()) == []
     gc.collect()
-    assert descriptors_and_threads() == before
+    assert_as(before)
     assert metrics.rss_bytes() - rss < 50 << 20
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from leaks import assert_as, held
 from test_engine_faults import Tiny, config
 
 import offload
@@ -69,10 +70,6 @@ def undisturbed(update):
         for _ in loop(model, optimizer):
             pass
         return values(model, optimizer)
-
-
-def left_behind():
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 class Outcome:
@@ -134,11 +131,11 @@ def assert_names_the_place(error, code, swap_path):
 
 def sweep(swap_path, update, settings, faulty, numbers=range(1, 400), **faults):
     """Outcomes for N = 1, 2, 3, ..., each of which has left nothing behind."""
-    expected, before = undisturbed(update), left_behind()
+    expected, before = undisturbed(update), held()
     for n in numbers:
         faulty(fail_at=n, **faults)
         outcome = Outcome(swap_path, update, settings)
-        assert left_behind() == before
+        assert_as(before)
         if outcome.error is None:
             assert outcome.values.keys() == expected.keys()
             for name, value in outcome.values.items():

@@ -11,26 +11,15 @@ from pathlib import Path
 
 import pytest
 from io_buffers import page_aligned, random_bytes
+from leaks import assert_as, held
 
 from offload import aio
 from offload.bytesize import KiB, MiB
 from offload.errors import ConfigError, TransferError
 
 
-def descriptors_and_threads() -> tuple[int, int]:
-    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
-
-
-def assert_as(before: tuple[int, int]) -> None:
-    """A thread that has been joined is still known to the kernel for a moment."""
-    end = time.monotonic() + 5
-    while (now := descriptors_and_threads()) != before and time.monotonic() < end:
-        time.sleep(0.001)
-    assert now == before
-
-
 def test_many_open_and_close(path, backend):
-    before = descriptors_and_threads()
+    before = held()
     for turn in range(300):
         with aio.Queue(path, backend=backend, queue_depth=4, threads="auto") as queue:
             queue.write(b"x" * 100, turn)
@@ -38,7 +27,7 @@ def test_many_open_and_close(path, backend):
 
 
 def test_refused_open_leaves_nothing(path, backend, tmp_path):
-    before = descriptors_and_threads()
+    before = held()
     for _ in range(20):
         with pytest.raises(TransferError):
             aio.Queue(tmp_path / "missing" / "swap", backend=backend)

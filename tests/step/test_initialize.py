@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from leaks import assert_as
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LinearLR, OneCycleLR, SequentialLR
@@ -620,7 +621,7 @@ def test_scheduler_that_cannot_be_made_closes_the_engine(tmp_path):
             lr_scheduler=lambda optimizer: 3,
             config=config_of(param="nvme", state="nvme", path=tmp_path),
         )
-    assert opened() == before
+    assert_as(before, opened)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -867,7 +868,7 @@ def test_close_gives_everything_back(tmp_path):
         engine.close() if number else engine.destroy()
         engine.close()
         if number:  # the first run starts the kernel's own threads, which stay
-            assert opened() == before
+            assert_as(before, opened)
         assert list(tmp_path.iterdir()) == []
     tokens = batches(1)[0]
     for call in (
