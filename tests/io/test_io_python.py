@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -129,9 +130,11 @@ def test_a_request_that_the_kernel_does_not_take(path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_mistake_in_the_worker_leaves_nobody_waiting(path, monkeypatch):
-    monkeypatch.setattr("offload.aio_python.worker.Worker._advanced", lambda *_: 1 / 0)
+    both_wait = threading.Event()
+    monkeypatch.setattr("offload.aio_python.worker.Worker._advanced", lambda *_: both_wait.wait(10) and 1 / 0)
     queue = aio.Queue(path, backend="python", queue_depth=1, request_bytes=4096)
     tickets = [queue.write(bytes(10_000), 0), queue.sync()]
+    both_wait.set()
     for ticket in tickets:
         with pytest.raises(TransferError):
             ticket.wait(10)
