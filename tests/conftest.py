@@ -130,6 +130,12 @@ def run_forked(tmp_path_factory):
 
 
 @pytest.fixture
+def the_cpu_computes(monkeypatch):
+    """Whatever OFFLOAD_ACCELERATOR says: on an accelerator "none" is its memory, where not every state can be."""
+    monkeypatch.delenv("OFFLOAD_ACCELERATOR", raising=False)
+
+
+@pytest.fixture
 def nothing_left_behind():
     """Threads and descriptors after the test are those before it."""
 

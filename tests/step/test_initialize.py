@@ -453,6 +453,7 @@ def test_client_optimizer_trains_as_torch(begin, form):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0, 0.01]
 
 
+@pytest.mark.usefixtures("the_cpu_computes")
 @pytest.mark.parametrize(
     ("kind", "numbers", "of_a_group"),
     [

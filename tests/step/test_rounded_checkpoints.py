@@ -16,6 +16,8 @@ from offload import construct
 from offload.access import read_weight
 from offload.errors import CheckpointError
 
+pytestmark = pytest.mark.usefixtures("the_cpu_computes")
+
 FORMATS = [("bf16", "bf16"), ("bf16", "int8"), ("fp32", "bf16")]
 """Precision of training, format of state."""
 

@@ -20,6 +20,8 @@ from offload.access import ChunkAccess
 from offload.matmul import WideLinears, bf16_is_native
 from offload.optim import Adam, Segment
 
+pytestmark = pytest.mark.usefixtures("the_cpu_computes")
+
 FORMATS = [("bf16", "bf16"), ("bf16", "int8"), ("fp32", "bf16")]
 """Precision of training, format of state."""
 LOOPS = {"-".join(formats): Training(*formats, steps=20) for formats in FORMATS}

@@ -15,6 +15,8 @@ import offload
 from offload import accel, kernels
 from offload.errors import CheckpointError, ConfigError, OffloadError
 
+pytestmark = pytest.mark.usefixtures("the_cpu_computes")
+
 PLACEMENTS = [
     Placement("cpu", "nvme", "step"),
     Placement("nvme", "cpu", "backward"),
