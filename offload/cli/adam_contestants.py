@@ -5,7 +5,6 @@ The peers need no module of ours, so that an interpreter of their own can make t
 
 from __future__ import annotations
 
-import mmap
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+
+from ..slab import map_slab
 
 HYPER: Final[dict[str, Any]] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 COPY: Final = "copy"
@@ -40,11 +41,8 @@ class Contestant:
 
 
 def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeroed memory, on huge pages where the system has them: the engine's slabs are allocated like this."""
-    memory = mmap.mmap(-1, max(1, numel * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=numel).zero_()
+    """Zeroed memory, allocated as the engine's slabs are, and touched."""
+    return torch.frombuffer(map_slab(max(1, numel * dtype.itemsize)), dtype=dtype, count=numel).zero_()
 
 
 def ours(numel: int, *, isas: Sequence[str], threads: Sequence[int]) -> Iterator[Contestant]:

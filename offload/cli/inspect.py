@@ -21,10 +21,11 @@ from ..portable.commit import formats_of, params_of
 from ..portable.manifest import WEIGHT, Checkpoint, SavedParam
 from ..portable.reader import read_checkpoint
 from ..store.commits import Found, find_commits
+from ..store.directory import OWNER_FILE
 from ..store.drives import FILE_NAME
 from ..store.manifest import ITEMSIZES, Manifest
 from .failures import STATUS_FAILED
-from .stores import Held, held_in, owner_of
+from .stores import Held, held_in, is_locked, owner_of
 
 VERSION = 1
 """Of the JSON."""
@@ -108,6 +109,7 @@ def _of_checkpoint(path: Path, found: Checkpoint) -> dict[str, Any]:
 
 def _of_store(path: Path, commits: Found) -> dict[str, Any]:
     manifest, before, owner = commits.newest, commits.before(), owner_of(path)
+    is_alive = owner.pid is not None and is_locked(path / OWNER_FILE)
     try:
         formats = formats_of(manifest.shapes)
     except CheckpointError as error:
@@ -119,7 +121,7 @@ def _of_store(path: Path, commits: Found) -> dict[str, Any]:
     return {
         "kind": "swap store",
         "path": str(path),
-        "owner": {"pid": owner.pid, "host": owner.host, "is_alive": owner.is_alive},
+        "owner": {"pid": owner.pid, "host": owner.host, "is_alive": is_alive},
         "run": manifest.run,
         "commit": manifest.serial,
         "step": manifest.step,

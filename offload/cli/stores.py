@@ -80,25 +80,27 @@ class Owner:
     pid: int | None
     host: str
     started: str
-    is_alive: bool
 
 
 def owner_of(directory: Path) -> Owner:
-    """Whose a swap directory is, and whether that run goes on: without taking its lock."""
+    """Whose a swap directory is, as it says."""
     try:
         owner = json.loads(read_small_file(directory / OWNER_FILE, 4096))
         pid, texts = owner["pid"], (owner["host"], owner["started"])
         if type(pid) is not int or any(type(text) is not str or not text.isprintable() for text in texts):
             raise ValueError
         host, started = (text[:255] for text in texts)
-        return Owner(pid, host, started, is_alive=is_locked(directory / OWNER_FILE))
+        return Owner(pid, host, started)
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, RecursionError):
-        return Owner(None, "", "", is_alive=False)
+        return Owner(None, "", "")
 
 
 def is_locked(path: Path, locks: Path = Path("/proc/locks")) -> bool:
-    """Whether some process holds a lock of flock(2) on a file, as the kernel lists them."""
-    inode = os.lstat(path).st_ino
+    """Whether some process holds a lock of flock(2) on a file, as the kernel lists them: without taking it."""
+    try:
+        inode = os.lstat(path).st_ino
+    except OSError:
+        return False  # it is gone
     for line in (metrics.read(locks) or "").splitlines():
         fields = line.split()
         if "FLOCK" in fields and any(field.endswith(f":{inode}") for field in fields):
