@@ -192,7 +192,7 @@ def _old_run(
     roots = paths.names
     target = find_target(resume, roots, partition, placement, inventory, previous=previous)
     aio, _ = machine.resolve(settings.aio, paths.all)
-    store, state = target.open(partition, aio, settings.durability, ledger)
+    store, state = target.open(aio, settings.durability, ledger)
     notes = (f"going on after step {state.step} of {store.path}",)
     return _Ground(plan=target.plan, store=store, going_on=state, roots=roots, aio=aio, notes=notes)
 

@@ -63,21 +63,20 @@ class Target:
     directory: Path
     found: Found
     plan: MemoryPlan
+    shapes: Shapes
+    """Of this model and the plan."""
     previous: bool
     """Whether it is the commit before the newest one."""
 
-    def open(
-        self, partition: Partition, aio: Aio, durability: Durability, ledger: Ledger
-    ) -> tuple[SwapStore, TrainingState]:
+    def open(self, aio: Aio, durability: Durability, ledger: Ledger) -> tuple[SwapStore, TrainingState]:
         """The store, as it was at the commit, and what goes with it.
 
         Raises:
             StoreError, CheckpointError, TransferError: it cannot be opened.
         """
-        shapes, verify = shapes_for(partition, self.plan), durability.verify
         store, manifest = recover(
-            self.directory, self.plan, shapes, aio, ledger, verify=verify, previous=self.previous,
-            found=self.found,
+            self.directory, self.plan, self.shapes, aio, ledger, verify=durability.verify,
+            previous=self.previous, found=self.found,
         )  # fmt: skip
         try:
             return store, read_training(store.path, manifest)
@@ -156,12 +155,13 @@ def _fit(
         raise CheckpointError(f"{directory}: nothing was trained in it")
     fixed = replace(placement, generations=2, chunk_elements=max(chunks))
     plan = MemoryPlan.build(fixed, inventory)
-    if difference := manifest.shapes.difference(shapes_for(partition, plan)):
+    shapes = shapes_for(partition, plan)
+    if difference := manifest.shapes.difference(shapes):
         raise CheckpointError(f"{directory}: its commit is of another model or plan: {difference}")
     if tag is not None and (saved := read_training(directory, manifest).tag) != tag:
         is_called = "has no tag" if saved is None else f"is called {saved!a}"
         raise CheckpointError(f"{directory}: its commit {is_called}, not {tag!a}")
-    return Target(directory, found, plan, previous)
+    return Target(directory, found, plan, shapes, previous)
 
 
 def _directories(path: Path) -> Iterator[Path]:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from .portable.save import Content, save
 from .portable.saved import CheckpointFiles, TensorsOf
 from .resuming import find_target, has_manifest, read_training, shapes_for
 from .store.commits import find_commits
+from .store.manifest import Shapes
 from .store.swap import SwapStore
 from .store.tensors import Tensors, forget_tensors, write_tensors
 from .training_state import Stateful, TrainingState, capture, check_engine, restore, restore_part
@@ -200,10 +202,15 @@ class SavedEngine(OffloadEngine):
             tag=tag,
         )
 
+    @cached_property
+    def _shapes(self) -> Shapes:
+        """What a commit says of model and plan: the same in every commit of a run."""
+        return shapes_for(self.partition, self.plan)
+
     def _commit(self, store: SwapStore, state: TrainingState) -> None:
         tensors = write_tensors(store.path, store.serial + 1, state.tensors)
         training = {"state": state.values, "tensors": tensors}
-        store.commit(shapes_for(self.partition, self.plan), step=state.step, training=training)
+        store.commit(self._shapes, step=state.step, training=training)
         self._kept.append(tensors["file"])
         forget_tensors(store.path, {name for name in self._kept if name is not None})
 
@@ -393,7 +400,7 @@ class SavedEngine(OffloadEngine):
                 f"{target.directory}: its chunks have {target.plan.chunk_elements} elements, and those of this plan"
                 f" {self.plan.chunk_elements}; say resume={str(target.directory)!r} when the model is prepared"
             )
-        store, state = target.open(self.partition, self._aio, self._durability, self.ledger)
+        store, state = target.open(self._aio, self._durability, self.ledger)
         try:
             check_engine(self, self._owned_model(), state)
         except BaseException:
