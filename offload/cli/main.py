@@ -16,6 +16,7 @@ from .options import (
     ExportOption,
     FieldOption,
     HeldArgument,
+    JsonOption,
     ModelOption,
     OutOption,
     PreviousOption,
@@ -316,9 +317,7 @@ def bench_io(
     max_write: Annotated[
         str, typer.Option("--max-write", metavar="SIZE", help="Most that is written to the drive.")
     ] = "32GiB",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")
-    ] = False,
+    as_json: JsonOption = False,
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:
@@ -348,9 +347,7 @@ def bench_adam(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")
-    ] = False,
+    as_json: JsonOption = False,
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:

@@ -36,6 +36,7 @@ HeldArgument = Annotated[
 StepsOption = Annotated[int, typer.Option(min=1, metavar="N", help="Optimizer steps.")]
 SeqOption = Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of one sequence.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="Only plain lines.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 TracebackOption = Annotated[
     bool,
     typer.Option(

@@ -14,6 +14,7 @@ import test_manifest as stores
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tampering import places_in, tampered, values, with_value
 from typer.testing import CliRunner
 
 from offload.cli.main import app
@@ -155,54 +156,16 @@ def test_random_bytes_are_refused(data):
     assert refusal(data) and refusal(signed(data))
 
 
-def places_in(value, at=()):
-    yield at
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from places_in(inner, (*at, key))
-
-
 WHERE = [at for at in places_in({**BODY, "training": {}, "model": {}}) if at]
-NUMBERS = st.one_of(
-    st.integers(-2, 5), st.integers(),
-    st.sampled_from([128, -8, 2**31, 2**32, 2**53, 2**56, 2**62, 2**63, 2**64, 10**400, 1 << 5000]),
-)  # fmt: skip
-VALUES = st.one_of(
-    NUMBERS, st.none(), st.booleans(), st.floats(), st.text(max_size=9),
-    st.sampled_from(["../x", "/etc/passwd", "weights-0123abcd-00001.safetensors", "bf16", "float32", "a\nb", "\x00"]),
-    st.just("\ud800"),
-    st.lists(NUMBERS, max_size=4), st.lists(st.lists(NUMBERS, min_size=3, max_size=3), max_size=3), st.just({}),
-)  # fmt: skip
-
-
-@st.composite
-def tampered(draw):
-    body = copy.deepcopy(BODY)
-    for _ in range(draw(st.integers(1, 3))):
-        *outer, last = draw(st.sampled_from(WHERE))
-        where = body
-        try:
-            for key in outer:
-                where = where[key]
-            before = where[last]
-        except (LookupError, TypeError):
-            continue
-        if isinstance(where, str):
-            continue
-        what = draw(st.sampled_from(["replace", "number", "drop", "twice"]))
-        if what == "replace":
-            where[last] = copy.deepcopy(draw(VALUES))
-        elif what == "number" and type(before) is int:
-            where[last] = before + draw(st.sampled_from([1, -1, 2, 8, 128, -128, 4096, 2**40]))
-        elif what == "drop":
-            del where[last]
-        elif isinstance(where, list):
-            where.insert(last, copy.deepcopy(before))
-    return body
+VALUES = values(
+    [128, -8],
+    ["../x", "/etc/passwd", "weights-0123abcd-00001.safetensors", "bf16", "float32", "a\nb", "\x00"],
+)
+STEPS = [1, -1, 2, 8, 128, -128, 4096, 2**40]
 
 
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(tampered())
+@given(tampered(BODY, WHERE, VALUES, STEPS))
 def test_whatever_is_changed_is_refused_or_sound(body):
     refusal(signed(body))
 
@@ -212,12 +175,7 @@ def changed(**values):
 
 
 def changed_at(value, *at):
-    body = copy.deepcopy(BODY)
-    where = body
-    for key in at[:-1]:
-        where = where[key]
-    where[at[-1]] = value
-    return signed(body)
+    return signed(with_value(BODY, value, *at))
 
 
 FILE, PARAM = BODY["files"][0], BODY["params"][0]
@@ -319,7 +277,7 @@ def test_files_that_are_none_and_links_are_refused(tmp_path):
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-@given(tampered())
+@given(tampered(BODY, WHERE, VALUES, STEPS))
 def test_commands_end_in_one_line_whatever_a_stranger_wrote(tmp_path, body):
     """The files that it names are there, empty: nothing is ever a traceback."""
     folder = tmp_path / "one"
@@ -343,7 +301,7 @@ def test_a_store_of_zeros_is_exported(tmp_path):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
-@given(stores.tampered())
+@given(tampered(stores.BODY, stores.PLACES, stores.VALUES, stores.STEPS))
 def test_commands_end_in_one_line_whatever_a_stranger_wrote_of_a_store(tmp_path, body):
     run_commands(tmp_path, body, set())
 

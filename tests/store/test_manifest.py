@@ -1,6 +1,5 @@
 """Manifests come back as they were written; one from a stranger is refused in one line, or is sound."""
 
-import copy
 import hashlib
 import itertools
 import json
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mirrored import PAGE, plan_of, shapes_for
+from tampering import places_in, tampered, values, with_value
 
 from offload.errors import CheckpointError, StoreError
 from offload.store.layout import StoreLayout
@@ -127,54 +127,16 @@ def test_random_bytes_that_are_signed_are_refused(data):
     assert refusal(signed(data))
 
 
-def places(value, at=()):
-    yield at
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from places(inner, (*at, key))
-
-
-PLACES = [at for at in places({**BODY, "training": {}}) if at]
-NUMBERS = st.one_of(
-    st.integers(-2, 5), st.integers(),
-    st.sampled_from([PAGE, -PAGE, 2**31, 2**32, 2**53, 2**56, 2**62, 2**63, 2**64, 10**400, 1 << 5000]),
-)  # fmt: skip
-VALUES = st.one_of(
-    NUMBERS, st.none(), st.booleans(), st.floats(), st.text(max_size=9),
-    st.sampled_from(["../x", "/mnt/../etc", "/etc/./x", "//x", "bfloat16", "object", "a\nb", "\x00", "/x\x1b[2J"]),
-    st.just("\ud800"),
-    st.lists(NUMBERS, max_size=4), st.lists(st.lists(NUMBERS, min_size=3, max_size=3), max_size=3), st.just({}),
-)  # fmt: skip
-
-
-@st.composite
-def tampered(draw):
-    body = copy.deepcopy(BODY)
-    for _ in range(draw(st.integers(1, 3))):
-        *outer, last = draw(st.sampled_from(PLACES))
-        where = body
-        try:
-            for key in outer:
-                where = where[key]
-            before = where[last]
-        except (LookupError, TypeError):
-            continue
-        if isinstance(where, str):
-            continue
-        what = draw(st.sampled_from(["replace", "number", "drop", "twice"]))
-        if what == "replace":
-            where[last] = draw(VALUES)
-        elif what == "number" and type(before) is int:
-            where[last] = before + draw(st.sampled_from([1, -1, 512, PAGE, -PAGE, 2 * PAGE, 2**40]))
-        elif what == "drop":
-            del where[last]
-        elif isinstance(where, list):
-            where.insert(last, copy.deepcopy(before))
-    return body
+PLACES = [at for at in places_in({**BODY, "training": {}}) if at]
+VALUES = values(
+    [PAGE, -PAGE],
+    ["../x", "/mnt/../etc", "/etc/./x", "//x", "bfloat16", "object", "a\nb", "\x00", "/x\x1b[2J"],
+)
+STEPS = [1, -1, 512, PAGE, -PAGE, 2 * PAGE, 2**40]
 
 
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(tampered())
+@given(tampered(BODY, PLACES, VALUES, STEPS))
 def test_whatever_is_changed_is_refused_or_sound(body):
     refusal(signed(body))
 
@@ -184,12 +146,7 @@ def changed(**values):
 
 
 def changed_at(value, *at):
-    body = copy.deepcopy(BODY)
-    where = body
-    for key in at[:-1]:
-        where = where[key]
-    where[at[-1]] = value
-    return signed(body)
+    return signed(with_value(BODY, value, *at))
 
 
 FIRST = BODY["weights"][0][0]
