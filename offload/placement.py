@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from operator import itemgetter
 from typing import Literal, NamedTuple, NoReturn, get_args
@@ -105,7 +106,7 @@ class Remedy:
     state_format: StateFormat
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Placement:
     """What the configuration asks for, reduced to what sizes depend on."""
 
@@ -161,11 +162,11 @@ class Placement:
         """Whether optimizer state is in the swap files, at home or as committed."""
         return self.state_home == "nvme" or self.generations == 2
 
-    @property
+    @cached_property
     def formats(self) -> Formats:
         return Formats(self.rule, self.precision, self.state_format)
 
-    @property
+    @cached_property
     def state_planes(self) -> tuple[PlaneSpec, ...]:
         return STATE_PLANES[self.formats]
 
@@ -183,12 +184,12 @@ class Placement:
         if not self.state_planes:
             return ()
         sizes = [plane.size_bytes(elements) for plane in self.state_planes]
-        sizes[-1] += align_up(sum(sizes), PAGE_BYTES) - sum(sizes)
+        sizes[-1] += self.state_bytes(elements) - sum(sizes)
         return tuple((plane.name, size) for plane, size in zip(self.state_planes, sizes, strict=True))
 
     def state_bytes(self, elements: int) -> int:
         """Bytes of the extent of a chunk of so many elements."""
-        return sum(size for _, size in self.plane_bytes(elements))
+        return align_up(sum(plane.size_bytes(elements) for plane in self.state_planes), PAGE_BYTES)
 
 
 def placement_of(

@@ -238,7 +238,9 @@ class MemoryPlan:
 
     def state_bytes(self, units: Iterable[UnitLayout]) -> int:
         """Bytes of the units' optimizer state."""
-        return sum(self.plane_bytes(unit.elements).total() for unit in units)
+        of_chunk = self.placement.state_bytes(self.chunk_elements)
+        cut = [divmod(unit.elements, self.chunk_elements) for unit in units]
+        return sum(whole * of_chunk + self.placement.state_bytes(rest) for whole, rest in cut)
 
     @cached_property
     def lines(self) -> tuple[PlanLine, ...]:

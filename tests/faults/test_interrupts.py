@@ -41,12 +41,13 @@ Place = tuple[str, int]
 
 
 class CtrlC:
-    """Raises KeyboardInterrupt at the n-th time that a line of the engine is about to run; counts all lines."""
+    """Raises KeyboardInterrupt at the n-th time that a line of the engine is about to run; else counts all lines."""
 
     def __init__(self, at=None, times=1):
         self.at = at
         self.left = times
         self.counts = collections.Counter()
+        self._files = FILES if at is None else {f"{PACKAGE}/{at[0]}"}
 
     def __enter__(self):
         sys.settrace(self._call)
@@ -56,17 +57,21 @@ class CtrlC:
         sys.settrace(None)
 
     def _call(self, frame, event, _arg):
-        return self._line if frame.f_code.co_filename in FILES else None
+        if frame.f_code.co_filename not in self._files:
+            return None
+        return self._count if self.at is None else self._interrupt
 
-    def _line(self, frame, event, _arg):
+    def _count(self, frame, event, _arg):
         if event == "line":
-            place = (Path(frame.f_code.co_filename).name, frame.f_lineno)
-            self.counts[place] += 1
-            if place == self.at:
-                self.left -= 1
-                if not self.left:
-                    raise KeyboardInterrupt("{}:{}".format(*place))
-        return self._line
+            self.counts[Path(frame.f_code.co_filename).name, frame.f_lineno] += 1
+        return self._count
+
+    def _interrupt(self, frame, event, _arg):
+        if event == "line" and frame.f_lineno == self.at[1]:
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt("{}:{}".format(*self.at))
+        return self._interrupt
 
 
 def batch(step):
