@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import gc
 import json
 import os
 import random
@@ -26,6 +27,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def _one_thread_for_torch():
     """Small models are faster on one thread, and sums then have one order."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _collect_only_what_tests_make():
+    """A full collection walks torch, transformers and every test module otherwise: half a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
