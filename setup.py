@@ -9,7 +9,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
 CSRC = "aio_csrc"
@@ -67,6 +67,7 @@ class BuildExtensions(build_ext):
         super().build_extensions()
 
 
+ParallelCompile("NPY_NUM_BUILD_JOBS", max=8).install()  # a compiler for each core
 setup(
     ext_modules=[
         extension("_aio", "util/*.cpp", "io/*.cpp", "bindings/aio.cpp"),
