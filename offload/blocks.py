@@ -15,7 +15,7 @@ cheap, counted and idempotent to close.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from types import TracebackType
 
@@ -73,6 +73,11 @@ class Copy:
         self.state = new
 
     @property
+    def is_droppable(self) -> bool:
+        """Whether its slot may be taken at no cost: clean and unused."""
+        return self.state is BlockState.CLEAN and not self.leases
+
+    @property
     def readable(self) -> bool:
         """Whether its bytes may be computed with."""
         return self.state in (BlockState.CLEAN, BlockState.DIRTY)
@@ -120,32 +125,40 @@ class Residency:
 
     def __init__(self, block_count: int, slot_count: int) -> None:
         self.copies = tuple(Copy(block) for block in range(block_count))
-        self._slots = range(slot_count)
+        self._last_in: list[Copy | None] = [None] * slot_count
+        """The copy that each slot was given to last. Whether it still holds it, the copy itself says."""
 
     @property
     def free_slots(self) -> int:
-        return len(self._slots) - len(self.present)
+        return len(self._last_in) - len(self.present)
 
     @property
     def present(self) -> set[int]:
         """Blocks that hold a slot, those still loading included."""
-        return {copy.block for copy in self.copies if copy.slot is not None}
+        return {copy.block for copy in self._held()}
 
     def block_in(self, slot: int) -> int | None:
         """The block that a slot holds."""
-        return next((copy.block for copy in self.copies if copy.slot == slot), None)
+        copy = self._last_in[slot]
+        return None if copy is None or copy.slot != slot else copy.block
 
     def droppable(self) -> Iterable[Copy]:
         """Copies that may be dropped now: clean and unused."""
-        return (copy for copy in self.copies if copy.state is BlockState.CLEAN and not copy.leases)
+        return (copy for copy in self._held() if copy.is_droppable)
+
+    def _held(self) -> Iterator[Copy]:
+        """The copies that hold a slot, slot by slot."""
+        return (copy for slot, copy in enumerate(self._last_in) if copy is not None and copy.slot == slot)
 
     def begin(self, block: int) -> Copy:
         """Gives the block a free slot to load into."""
         copy = self.copies[block]
         if copy.state is BlockState.ABSENT:
-            held = {other.slot for other in self.copies}
-            has_own = len(self._slots) == len(self.copies)
-            copy._slot = block if has_own else min(set(self._slots) - held)
+            has_own = len(self._last_in) == len(self.copies)
+            slot = (
+                block if has_own else next(s for s in range(len(self._last_in)) if self.block_in(s) is None)
+            )
+            copy._slot, self._last_in[slot] = slot, copy
         copy.advance(BlockState.LOADING)
         return copy
 
@@ -160,5 +173,5 @@ class Residency:
     def verify(self) -> None:
         """Re-checks the sums: no slot holds two blocks."""
         held = sorted(copy.slot for copy in self.copies if copy.slot is not None)
-        if len(set(held)) != len(held) or not set(held) <= set(self._slots):
-            raise AssertionError(f"slots held {held} of {len(self._slots)}")
+        if held != sorted(copy.slot for copy in self._held() if copy.slot is not None):
+            raise AssertionError(f"slots held {held} of {len(self._last_in)}")

@@ -22,8 +22,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -86,7 +86,8 @@ class OffloadEngine:
         self._failure: BaseException | None = None
         self._closed = False
         self._owner_pid = os.getpid()
-        self._updating = Unbroken(self.stop)
+        self._updating = Unbroken(self.stop, BaseException)
+        self._serving = Unbroken(self.stop, TransferError)
         self._on_close: list[Callable[[], None]] = []
         self.close_abandoned: Callable[[], bool] = lambda: False
         """Asks for the leases of forwards that have ended unheard; says whether there were any."""
@@ -194,9 +195,10 @@ class OffloadEngine:
         with self._guard():
             if isinstance(self.gradients, WaitingGradients):
                 self.gradients.take(stored)
-            else:
-                with self._updating:
-                    self._take_passing(stored, self.gradients)
+                self.gradients.poll()  # the rest has nothing to do with a gradient that waits
+                return
+            with self._updating:
+                self._take_passing(stored, self.gradients)
             self.poll()
 
     def end_backward(self) -> None:
@@ -391,8 +393,7 @@ class OffloadEngine:
             " units are shared or used several times; set offload_optimizer.update to 'step'"
         )
 
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
+    def _guard(self) -> Unbroken:
         """After a failed transfer, or half an update, the state is not that of any step: nothing goes on."""
         if self._failure is not None:
             reason = str(self._failure) or type(self._failure).__name__
@@ -401,11 +402,7 @@ class OffloadEngine:
             ) from self._failure
         if self._closed:
             raise OffloadError("the engine is closed")
-        try:
-            yield
-        except TransferError as error:
-            self.stop(error)
-            raise
+        return self._serving
 
     def stop(self, error: BaseException) -> None:
         """Nothing goes on from now on: the state is not that of any step."""

@@ -69,7 +69,9 @@ def wait_for_end(tickets: Iterable[Ticket]) -> None:
 
 def buffer_of(tensor: torch.Tensor) -> Buffer:
     """The bytes of a contiguous CPU tensor, for the I/O core."""
-    view: Buffer = tensor.view(-1).view(torch.uint8).numpy()  # type: ignore[assignment]
+    if tensor.dtype is not torch.uint8 or tensor.ndim != 1:
+        tensor = tensor.view(-1).view(torch.uint8)
+    view: Buffer = tensor.numpy()  # type: ignore[assignment]
     return view
 
 

@@ -46,10 +46,11 @@ class Shown(Enum):
 class Slot:
     """Memory for one weight plane that compute reads: uint8, with a storage of its own."""
 
-    __slots__ = ("_others", "_parameters", "shown", "tensor")
+    __slots__ = ("_others", "_parameters", "_storage", "shown", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self._storage: int = tensor.untyped_storage()._cdata  # its address: holding it would count
         self.emptied()
 
     def emptied(self) -> None:
@@ -75,7 +76,7 @@ class Slot:
         return self._others if self.shown is Shown.UNKNOWN else self._count() - self._parameters
 
     def _count(self) -> int:
-        count: int = torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
+        count: int = torch._C._storage_Use_Count(self._storage)
         return count
 
 
@@ -244,7 +245,7 @@ class Mover:
 
     def fetch_ahead(self) -> None:
         """Starts the fetches that the scheduler names; those for which no slot is free yet come later."""
-        moves = self.scheduler.next_moves(evictable=self._droppable(), free_slots=self.residency.free_slots)
+        moves = self.scheduler.next_moves(may_evict=self._may_drop, free_slots=self.residency.free_slots)
         for move in moves:
             if move.evict is not None:
                 self._drop(move.evict)
@@ -279,12 +280,16 @@ class Mover:
     # -- steps --------------------------------------------------------------------------------------------
 
     def _droppable(self) -> set[int]:
-        """Units whose slot may be taken. See Note [Who still looks]."""
-        return {
-            copy.block
-            for copy in self.residency.droppable()
-            if not self._slot(copy).is_looked_at and not self._is_saved(copy.block)
-        }
+        """Units whose slot may be taken."""
+        return {copy.block for copy in self.residency.droppable() if self._may_go(copy)}
+
+    def _may_drop(self, unit: int) -> bool:
+        copy = self.residency.copies[unit]
+        return copy.is_droppable and self._may_go(copy)
+
+    def _may_go(self, copy: Copy) -> bool:
+        """Whether nobody looks at a copy's slot or needs its parameters. See Note [Who still looks]."""
+        return not self._slot(copy).is_looked_at and not self._is_saved(copy.block)
 
     def _fetch_now(self, unit: int) -> None:
         """Fetches a unit that is needed at once: as was decided where it was foreseen, else in any slot."""

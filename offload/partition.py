@@ -85,11 +85,14 @@ class StoredParam:
         if self.gathered is not None:
             self.param.data, self.given = self.gathered, None
             return False
-        if self.given is not None and self.param.data_ptr() == self.given[0] == data.data_ptr():
-            return False
-        is_written = self.given is not None and self.given != (self.param.data_ptr(), self.param._version)
-        self.param.data = data
-        self.given = (self.param.data_ptr(), self.param._version)
+        param, is_written = self.param, False
+        if self.given is not None:
+            address = param.data_ptr()
+            if address == self.given[0] == data.data_ptr():
+                return False
+            is_written = self.given != (address, param._version)
+        param.data = data
+        self.given = (param.data_ptr(), param._version)
         return is_written
 
     @property
@@ -110,7 +113,9 @@ class StoredParam:
 
     def view(self, plane: torch.Tensor) -> torch.Tensor:
         """This parameter in its unit's weight plane (uint8)."""
-        return self.flat_view(plane).as_strided(self.placed.info.shape, self.stride)
+        typed = plane.view(self.dtype)
+        begin = typed.storage_offset() + self.placed.offset // self.dtype.itemsize
+        return typed.as_strided(self.placed.info.shape, self.stride, begin)
 
     def flat_view(self, plane: torch.Tensor) -> torch.Tensor:
         """Its elements in its unit's weight plane, in the order in which they lie there."""
@@ -195,12 +200,17 @@ class Partition:
         self.trained: list[list[StoredParam]] = []
         """Of each unit, the parameters that are trained, in the order of their planes."""
         self._markers: list[torch.Tensor] = []  # of each unit: one element per parameter
+        self._marker_bytes: list[memoryview] = []  # and their bytes: comparing those asks torch nothing
+        self._unmarked: list[bytes] = []
         self._lost: list[str] = []  # parameters that user code has written to, in vain
         self._used_absent: list[StoredParam] = []  # parameters that user code has computed with while absent
         for unit, layout in enumerate(self.inventory.units):
             stored = []
             markers = torch.full((len(layout.params),), math.nan, dtype=self.dtype, device=device)
             self._markers.append(markers)
+            # Of a device's they are not looked at: asking would make the host wait for it.
+            self._marker_bytes.append(_bytes_of(markers) if markers.device == CPU else memoryview(b""))
+            self._unmarked.append(bytes(self._marker_bytes[-1]))
             for index, placed in enumerate(layout.params):
                 param = by_name[placed.info.name]
                 own = (
@@ -269,9 +279,7 @@ class Partition:
 
     def _note_marked(self, unit: int) -> None:
         """Remembers what user code has written over the one element of an absent parameter."""
-        if self._markers[unit].device != CPU:
-            return  # asking would make the host wait for the device
-        if not bool(self._markers[unit].isnan().all()):
+        if self._marker_bytes[unit] != self._unmarked[unit]:
             written = ~self._markers[unit].isnan()
             self._lost += [
                 stored.name for stored, lost in zip(self.units[unit], written.tolist(), strict=True) if lost
@@ -319,6 +327,11 @@ def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
 def absent_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """What stands for a tensor while its bytes are elsewhere. See Note [Absent parameters]."""
     return _expanded(_marker(dtype), shape)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a CPU tensor, as they are now and later."""
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def is_marker(value: object) -> bool:

@@ -27,6 +27,10 @@ from .store.swap import SwapStore
 class StateHome(Protocol):
     """Where the state of chunks is between updates."""
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a chunk can be loaded now."""
+
     def load(self, chunk: Chunk, *, needed_now: bool) -> tuple[torch.Tensor, Ticket] | None:
         """The bytes of the chunk's planes and the transfer that fills them; None while there is no room."""
 
@@ -51,6 +55,8 @@ class ResidentStates:
         self.changed = set(range(len(buffers)))
         """Chunks whose bytes are not those of the last commit."""
 
+    has_room = True
+
     def load(self, chunk: Chunk, *, needed_now: bool) -> tuple[torch.Tensor, Ticket]:
         return self.buffers[chunk.index], DoneTicket()
 
@@ -74,6 +80,10 @@ class NvmeStates:
     def __init__(self, store: SwapStore, ring: Sequence[torch.Tensor]) -> None:
         self.swap = store
         self._free = list(ring)[::-1]
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self._free)
 
     def load(self, chunk: Chunk, *, needed_now: bool) -> tuple[torch.Tensor, Ticket] | None:
         if not self._free:
@@ -159,18 +169,18 @@ class _Writing:
 
 
 class Unbroken:
-    """Around what leaves the state of half a step where it is broken off: an error, Ctrl-C."""
+    """Around what leaves the state of half a step where it is broken off: by a failed transfer, or by anything."""
 
-    __slots__ = ("_on_break",)
+    __slots__ = ("_breaks", "_on_break")
 
-    def __init__(self, on_break: Callable[[BaseException], None]) -> None:
-        self._on_break = on_break
+    def __init__(self, on_break: Callable[[BaseException], None], breaks: type[BaseException]) -> None:
+        self._on_break, self._breaks = on_break, breaks
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is not None:
+        if error is not None and isinstance(error, self._breaks):
             self._on_break(error)
 
 
@@ -338,6 +348,8 @@ class OptimizerPipeline:
         Transfers of the same bytes have no order among each other: a chunk whose last update is still being
         written must not be read before that has ended.
         """
+        if not self._states.has_room:
+            return False
         waiting = [job for job in self._jobs if job.buffer is None]
         if not waiting:
             return False
@@ -367,7 +379,9 @@ class OptimizerPipeline:
     def _next_update(self) -> _Job | None:
         """The first chunk that is being read and whose gradient is there."""
         for job in self._jobs:
-            if job.loading is not None and self._may_update(job) and _has_gradient(job):
+            if job.update is None or job.loading is None:  # most are: chunks read ahead of their gradients
+                continue
+            if self._may_update(job) and _has_gradient(job):
                 return job
         return None
 
@@ -451,8 +465,10 @@ def _overlaps(segments: Sequence[Span], chunk: Chunk) -> bool:
     return any(segment.begin < chunk.end and segment.end > chunk.begin for segment in segments)
 
 
-def _within(segments: Sequence[Span], chunk: Chunk) -> list[Span]:
+def _within(segments: Sequence[Span], chunk: Chunk) -> Sequence[Span]:
     """The parts of segments that lie in a chunk, counted from its begin."""
+    if chunk.begin == 0 and segments[-1].end <= chunk.end:
+        return segments
     return [
         replace(
             segment,

@@ -19,7 +19,7 @@ may be dropped: a slow disk makes a fetch late, it never makes it another one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -126,12 +126,12 @@ class PrefetchScheduler:
         else:
             self._restart(present)
 
-    def next_moves(self, *, evictable: Collection[int], free_slots: int) -> list[Move]:
+    def next_moves(self, *, may_evict: Callable[[int], bool], free_slots: int) -> list[Move]:
         """The moves that can be started now, in their order; the caller starts them all."""
         moves: list[Move] = []
         while self._pending:
             move = self._pending[0]
-            if (free_slots == 0) if move.evict is None else (move.evict not in evictable):
+            if (free_slots == 0) if move.evict is None else not may_evict(move.evict):
                 break
             free_slots -= move.evict is None
             moves.append(self._pending.popleft())
@@ -192,20 +192,21 @@ class PrefetchScheduler:
     def _farthest(self, units: Collection[int], position: _Position) -> int | None:
         """The one of the units that is needed last after a position; a unit that is not foreseen comes last."""
         missing, last = set(units), None
-        for unit in self._upcoming(position):
-            if unit in missing:
-                last = unit
-                missing.remove(unit)
-                if not missing:
-                    return last
-        return max(missing) if missing else last
+        for order, begin in self._upcoming(position):
+            found = [(order.index(unit, begin), unit) for unit in missing if unit in order[begin:]]
+            if found:
+                last = max(found)[1]
+                missing.difference_update(unit for _, unit in found)
+            if not missing:
+                return last
+        return max(missing)
 
-    def _upcoming(self, position: _Position) -> Iterator[int]:
-        """The uses after a position, one whole step ahead."""
-        yield from self._orders[position.phase][position.index :]
+    def _upcoming(self, position: _Position) -> Iterator[tuple[tuple[int, ...], int]]:
+        """The uses after a position, one whole step ahead: of each phase their order, and where they begin."""
+        yield self._orders[position.phase], position.index
         for _ in range(2 * self.micro_batches + 2):
             position = self._following(position)
-            yield from self._orders[position.phase]
+            yield self._orders[position.phase], 0
 
     # -- positions ----------------------------------------------------------------------------------------
 
@@ -279,7 +280,9 @@ def count_moves(
             scheduler.enter(phase, ())
             for unit in scheduler.order(phase):
                 scheduler.use(unit, ())
-                for move in scheduler.next_moves(evictable=units, free_slots=scheduler.unit_count):
+                for move in scheduler.next_moves(
+                    may_evict=units.__contains__, free_slots=scheduler.unit_count
+                ):
                     fetched.append(move.unit)
                     on_device -= {move.unit, move.evict}
                 if phase is Phase.UPDATE and unit not in by_compute:

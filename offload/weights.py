@@ -256,7 +256,8 @@ class StreamedWeights:
 
     def unit_at(self, tensor: torch.Tensor) -> int | None:
         """The unit in whose slot a tensor lies, if it does."""
-        return self.mover.unit_at(tensor.untyped_storage().data_ptr())
+        storage = tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
+        return self.mover.unit_at(storage)
 
     def enter(self, phase: Phase, *, training: bool = True) -> None:
         """Tells the scheduler that a phase begins."""

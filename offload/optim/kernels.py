@@ -12,7 +12,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -23,7 +22,7 @@ import psutil
 import torch
 
 from ..accel import native_watchers
-from .segments import Segment, Span
+from .segments import Segment, Span, as_tuples
 
 try:
     from .. import _adam
@@ -206,7 +205,7 @@ def adam_segments(
         moments.exp_avg_sq,
         moments.scale,
         views.grad,
-        [astuple(segment) for segment in segments],
+        as_tuples(segments),
         adamw_mode=adamw_mode,
         grad_scale=grad_scale,
         seed=seed,

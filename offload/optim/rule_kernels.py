@@ -6,13 +6,12 @@ Arrays, threads and instruction sets are those of ``kernels``, and so is what re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from typing import Any
 
 from .. import _adam
 from . import kernels
 from .kernels import Array
-from .segments import AdagradSegment, LionSegment, SgdSegment, Span
+from .segments import AdagradSegment, LionSegment, SgdSegment, Span, as_tuples
 
 __all__ = ["adagrad_segments", "lion_segments", "sgd_segments"]
 
@@ -95,7 +94,7 @@ def _planes(
 
 def _tuples(segments: Sequence[Span], seed: int) -> list[tuple[Any, ...]]:
     kernels.check_noise(seed, segments)
-    return [astuple(segment) for segment in segments]
+    return as_tuples(segments)
 
 
 def _options(threads: int | None, isa: str) -> dict[str, Any]:

@@ -5,9 +5,12 @@ The order of the fields is that of the tuples which the extension takes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any
 
-__all__ = ["AdagradSegment", "LionSegment", "Segment", "SgdSegment", "Span"]
+__all__ = ["AdagradSegment", "LionSegment", "Segment", "SgdSegment", "Span", "as_tuples"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +68,14 @@ class SgdSegment(Span):
     dampening: float
     weight_decay: float
     nesterov: bool
+
+
+def as_tuples(segments: Sequence[Span]) -> list[tuple[Any, ...]]:
+    """What the extension takes. `dataclasses.astuple` copies deeply, in ten times the time."""
+    return [*map(_VALUES[type(segments[0])], segments)] if segments else []
+
+
+_VALUES: dict[type[Span], Callable[[Span], tuple[Any, ...]]] = {
+    kind: attrgetter(*(each.name for each in fields(kind)))
+    for kind in (Segment, LionSegment, AdagradSegment, SgdSegment)
+}

@@ -59,7 +59,7 @@ def test_the_same_fetches_however_late(seed):
     scheduler, present, fetched = make(units, slots, micro_batches, update), set(), []
 
     def start(evictable):
-        for move in scheduler.next_moves(evictable=evictable, free_slots=slots - len(present)):
+        for move in scheduler.next_moves(may_evict=evictable.__contains__, free_slots=slots - len(present)):
             present.discard(move.evict)
             present.add(move.unit)
             fetched.append(move.unit)
@@ -80,7 +80,7 @@ def test_fetch_is_announced_before_use():
     scheduler = PrefetchScheduler(6, 4)
     scheduler.enter(Phase.FORWARD, ())
     scheduler.use(0, {0})
-    moves = scheduler.next_moves(evictable=(), free_slots=4)
+    moves = scheduler.next_moves(may_evict=().__contains__, free_slots=4)
     assert [(move.unit, move.evict) for move in moves] == [(0, None), (1, None), (2, None)]
 
 
@@ -89,12 +89,12 @@ def test_what_backward_needs_first_is_kept_at_the_turn():
     scheduler.enter(Phase.FORWARD, ())
     for unit in range(6):
         scheduler.use(unit, ())
-    moves = scheduler.next_moves(evictable=range(6), free_slots=6)
+    moves = scheduler.next_moves(may_evict=range(6).__contains__, free_slots=6)
     assert [(move.unit, move.evict) for move in moves[-2:]] == [(4, 0), (5, 1)]
     scheduler.enter(Phase.BACKWARD, {2, 3, 4, 5})
     for unit in (5, 4, 3):
         scheduler.use(unit, {2, 3, 4, 5})
-    moves = scheduler.next_moves(evictable=range(6), free_slots=0)
+    moves = scheduler.next_moves(may_evict=range(6).__contains__, free_slots=0)
     assert [(move.unit, move.evict) for move in moves] == [(1, 5)], "the one used last comes next time last"
 
 
@@ -103,15 +103,17 @@ def test_a_move_waits_for_its_own_victim():
     scheduler.enter(Phase.FORWARD, ())
     scheduler.use(0, {0, 1})
     scheduler.use(1, {0, 1})
-    moves = scheduler.next_moves(evictable={0}, free_slots=2)
+    moves = scheduler.next_moves(may_evict={0}.__contains__, free_slots=2)
     assert [move.unit for move in moves] == [0, 1, 2]
     scheduler.use(2, {1, 2})
     scheduler.enter(Phase.BACKWARD, {1, 2})
     scheduler.use(2, {1, 2})
     scheduler.use(1, {1, 2})
     assert scheduler.is_pending(0)
-    assert scheduler.next_moves(evictable={1}, free_slots=0) == [], "2 was chosen, and is in use"
-    assert [(m.unit, m.evict) for m in scheduler.next_moves(evictable={2}, free_slots=0)] == [(0, 2)]
+    assert scheduler.next_moves(may_evict={1}.__contains__, free_slots=0) == [], "2 was chosen, and is in use"
+    assert [(m.unit, m.evict) for m in scheduler.next_moves(may_evict={2}.__contains__, free_slots=0)] == [
+        (0, 2)
+    ]
 
 
 def test_order_is_learned_and_survives_an_exception():
@@ -127,7 +129,7 @@ def test_order_is_learned_and_survives_an_exception():
     scheduler.enter(Phase.FORWARD, {0})
     assert scheduler.order(Phase.FORWARD) == (0, 2, 1, 3, 0)
     scheduler.use(0, {0})
-    assert [move.unit for move in scheduler.next_moves(evictable=(), free_slots=2)] == [2]
+    assert [move.unit for move in scheduler.next_moves(may_evict=().__contains__, free_slots=2)] == [2]
 
 
 def test_evaluation_foresees_another_forward():
@@ -138,7 +140,7 @@ def test_evaluation_foresees_another_forward():
         for unit in range(5):
             scheduler.use(unit, ())
         present = set()
-        for move in scheduler.next_moves(evictable=range(5), free_slots=2):
+        for move in scheduler.next_moves(may_evict=range(5).__contains__, free_slots=2):
             present = (present - {move.evict}) | {move.unit}
         assert present == following
 
@@ -155,7 +157,9 @@ def test_any_order_of_use_is_survived(seed):
             scheduler.enter(rng.choice(list(Phase)), present, training=rng.random() < 0.8)
         unit = rng.randrange(units)
         scheduler.use(unit, present)
-        for move in scheduler.next_moves(evictable=present - {unit}, free_slots=slots - len(present)):
+        for move in scheduler.next_moves(
+            may_evict=(present - {unit}).__contains__, free_slots=slots - len(present)
+        ):
             assert move.unit not in present and (move.evict is None or move.evict in present)
             assert move.evict != unit
             present.discard(move.evict)
