@@ -29,6 +29,7 @@ from .hooks import ModuleHooks
 from .inventory import Inventory
 from .ledger import Ledger
 from .matmul import WideLinears, bf16_is_native
+from .models.conversion import PretrainedValues
 from .models.pretrained import build_meta_model, open_checkpoint
 from .optim import DeviceAdam, ShardOptimizer, make_optimizer
 from .optimizer import OffloadOptimizer
@@ -233,7 +234,7 @@ def init(config: ConfigLike) -> Iterator[None]:
 
 
 def from_pretrained(path: str | Path, config: ConfigLike) -> nn.Module:
-    """A causal language model saved by transformers, whose weights are still on disk.
+    """A model saved by transformers, of the class that was saved, whose weights are still on disk.
 
     Nothing of its weights is in memory until :func:`prepare` streams them to their home, tensor by tensor.
     Needs the extra ``hf``.
@@ -246,8 +247,10 @@ def from_pretrained(path: str | Path, config: ConfigLike) -> nn.Module:
     """
     refuse_unbuilt(OffloadConfig.from_any(config))
     checkpoint = open_checkpoint(path)
-    model = build_meta_model(path, dtype=torch.float32)
-    construct.fill_later(model, checkpoint.tensor)
+    model = build_meta_model(path, dtype=torch.float32, any_task=True)
+    values = PretrainedValues(model, checkpoint)
+    values.fill_buffers()
+    construct.fill_later(model, values.tensor)
     return model
 
 

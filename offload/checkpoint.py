@@ -87,10 +87,12 @@ class StateDictHooks:
 
         As in torch, whoever saves a state can see by that what is tied.
         """
-        first_key, given = self._given.get(stored, (key, None))
-        first = None if given is None else given()
-        if first is not None and state.get(first_key) is first and torch.equal(first, value):
-            return first
+        if stored in self._given:
+            first_key, given = self._given[stored]
+            first = given()
+            is_there = first is not None and state.get(first_key) is first
+            if first is not None and is_there and torch.equal(first, value):
+                return first
         self._given[stored] = key, weakref.ref(value)
         return value
 
