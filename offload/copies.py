@@ -76,7 +76,7 @@ class CopyHooks:
             return state
         ordinary = {}
         for name, value in state.items():
-            if name == "__getstate__" or getattr(value, "func", None) is wide_forward:
+            if name in ("__getstate__", "_apply") or getattr(value, "func", None) is wide_forward:
                 continue
             if isinstance(value, OrderedDict):
                 value = OrderedDict((key, hook) for key, hook in value.items() if key not in self._hook_ids)
