@@ -17,6 +17,7 @@ from torch import nn
 from . import construct, lifetime, machine
 from .accel import open_accelerator
 from .access import gathered
+from .adapters import AdapterHooks
 from .casts import CastGuard
 from .checkpoint import StateDictHooks
 from .config import OffloadConfig
@@ -205,9 +206,9 @@ def _watch(model: nn.Module, engine: OffloadEngine) -> None:
     engine.on_close(functools.partial(lifetime.forget, engine))
     construct.forget_sources(model)
     hooks: list[ModuleHooks | StateDictHooks] = [ModuleHooks(model, engine), StateDictHooks(model, engine)]
-    guard = CastGuard(model, engine)
+    guard, adapters = CastGuard(model, engine), AdapterHooks(model, engine)
     copies = CopyHooks(model, engine, {id_ for each in hooks for id_ in each.ids})
-    for remove in (*(each.remove for each in hooks), copies.remove, guard.remove):
+    for remove in (*(each.remove for each in hooks), copies.remove, guard.remove, adapters.remove):
         engine.on_close(remove)
     if engine.plan.placement.precision == "bf16" and engine.device.type == "cpu" and not bf16_is_native():
         engine.on_close(WideLinears(model).remove)
