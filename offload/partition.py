@@ -24,11 +24,12 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import ConfigError, OffloadError
 from .inventory import Inventory, ParamInfo, PlacedParam, build_inventory
@@ -312,6 +313,11 @@ class Partition:
             self._markers[unit].fill_(math.nan)
 
     def _describe(self, name: str, param: nn.Parameter, trainable: bool) -> ParamInfo:
+        if is_traceable_wrapper_subclass(cast(Any, param)):
+            raise ConfigError(
+                f"{name}: a {type(param).__name__} is made of other tensors, which have no place in a weight plane;"
+                " keep codes in integer parameters and scales in buffers"
+            )
         if not param.is_floating_point() and trainable:
             raise ConfigError(
                 f"{name}: a parameter of type {param.dtype} cannot be trained; leave it out of the groups"
