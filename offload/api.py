@@ -17,6 +17,8 @@ from torch import nn
 from . import construct, lifetime, machine
 from .accel import open_accelerator
 from .access import gathered
+from .adapters import AdapterHooks
+from .casts import CastGuard
 from .checkpoint import StateDictHooks
 from .config import OffloadConfig
 from .config.schema import Aio
@@ -29,6 +31,7 @@ from .hooks import ModuleHooks
 from .inventory import Inventory
 from .ledger import Ledger
 from .matmul import WideLinears, bf16_is_native
+from .models.conversion import PretrainedValues
 from .models.pretrained import build_meta_model, open_checkpoint
 from .optim import DeviceAdam, ShardOptimizer, make_optimizer
 from .optimizer import OffloadOptimizer
@@ -203,8 +206,9 @@ def _watch(model: nn.Module, engine: OffloadEngine) -> None:
     engine.on_close(functools.partial(lifetime.forget, engine))
     construct.forget_sources(model)
     hooks: list[ModuleHooks | StateDictHooks] = [ModuleHooks(model, engine), StateDictHooks(model, engine)]
+    guard, adapters = CastGuard(model, engine), AdapterHooks(model, engine)
     copies = CopyHooks(model, engine, {id_ for each in hooks for id_ in each.ids})
-    for remove in (*(each.remove for each in hooks), copies.remove):
+    for remove in (*(each.remove for each in hooks), copies.remove, guard.remove, adapters.remove):
         engine.on_close(remove)
     if engine.plan.placement.precision == "bf16" and engine.device.type == "cpu" and not bf16_is_native():
         engine.on_close(WideLinears(model).remove)
@@ -233,7 +237,7 @@ def init(config: ConfigLike) -> Iterator[None]:
 
 
 def from_pretrained(path: str | Path, config: ConfigLike) -> nn.Module:
-    """A causal language model saved by transformers, whose weights are still on disk.
+    """A model saved by transformers, of the class that was saved, whose weights are still on disk.
 
     Nothing of its weights is in memory until :func:`prepare` streams them to their home, tensor by tensor.
     Needs the extra ``hf``.
@@ -246,8 +250,10 @@ def from_pretrained(path: str | Path, config: ConfigLike) -> nn.Module:
     """
     refuse_unbuilt(OffloadConfig.from_any(config))
     checkpoint = open_checkpoint(path)
-    model = build_meta_model(path, dtype=torch.float32)
-    construct.fill_later(model, checkpoint.tensor)
+    model = build_meta_model(path, dtype=torch.float32, any_task=True)
+    values = PretrainedValues(model, checkpoint)
+    values.fill_buffers()
+    construct.fill_later(model, values.tensor)
     return model
 
 

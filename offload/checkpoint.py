@@ -37,6 +37,8 @@ class StateDictHooks:
     def __init__(self, model: nn.Module, engine: OffloadEngine) -> None:
         self._engine = engine
         self._loading: dict[nn.Module, tuple[ExitStack, dict[StoredParam, torch.Tensor]]] = {}
+        self._given: dict[StoredParam, tuple[str, weakref.ref[torch.Tensor]]] = {}
+        """Where, and as which tensor, a tied weight stands in the state that it was last put into."""
         self._handles: list[RemovableHandle] = []
         self._modules: list[nn.Module] = []
         for module in model.modules():
@@ -73,7 +75,26 @@ class StateDictHooks:
         for name, param in _params(module):
             stored = self._engine.partition.of_param.get(param)
             if stored is not None and prefix + name in state:
-                state[prefix + name] = read_weight(self._engine, stored)
+                value = read_weight(self._engine, stored)
+                if len(stored.names) > 1:
+                    value = self._shared(stored, state, prefix + name, value)
+                state[prefix + name] = value
+
+    def _shared(
+        self, stored: StoredParam, state: dict[str, Any], key: str, value: torch.Tensor
+    ) -> torch.Tensor:
+        """The tensor that stands in ``state`` already under another name of a tied weight, else ``value``.
+
+        As in torch, whoever saves a state can see by that what is tied.
+        """
+        if stored in self._given:
+            first_key, given = self._given[stored]
+            first = given()
+            is_there = first is not None and state.get(first_key) is first
+            if first is not None and is_there and torch.equal(first, value):
+                return first
+        self._given[stored] = key, weakref.ref(value)
+        return value
 
     def _before_load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_args: Any

@@ -18,7 +18,6 @@ from torch import nn
 from .access import read_weight
 from .engine import OffloadEngine
 from .errors import OffloadError
-from .matmul import wide_forward
 from .partition import StoredParam
 
 _OF_PARAM = ("__reduce_ex__", "__deepcopy__")
@@ -76,9 +75,15 @@ class CopyHooks:
             return state
         ordinary = {}
         for name, value in state.items():
-            if name == "__getstate__" or getattr(value, "func", None) is wide_forward:
+            if _is_ours(value):
                 continue
             if isinstance(value, OrderedDict):
                 value = OrderedDict((key, hook) for key, hook in value.items() if key not in self._hook_ids)
             ordinary[name] = value
         return ordinary
+
+
+def _is_ours(value: object) -> bool:
+    """Whether an attribute is a call that the engine has put into a module."""
+    where = getattr(value.func, "__module__", "") if isinstance(value, functools.partial) else ""
+    return where.split(".")[0] == __name__.split(".")[0]

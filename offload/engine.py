@@ -432,6 +432,7 @@ class OffloadEngine:
         """Brings bytes [begin, end) of a unit's weight plane, changed in host memory, home."""
         with self._guard():
             self.weights.put(unit, plane, begin, end)
+            self.partition.note_written(unit, begin, end)
 
     def read_chunk(self, chunk: Chunk) -> torch.Tensor:
         """The bytes of a chunk's state; where its home is host memory, the state itself."""

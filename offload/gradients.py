@@ -292,8 +292,12 @@ class PassingGradients:
         stored.param.grad = None
 
     def is_complete(self, unit: int) -> bool:
-        """Whether every trained parameter of the unit has its gradient."""
-        return len(self._present.get(unit, ())) == len(self._partition.trained[unit])
+        """Whether every trained parameter of the unit has its gradient: but for those that a user has switched off
+        meanwhile, as peft does with the adapters that are not active."""
+        present = self._present.get(unit, ())
+        return all(
+            stored in present or not stored.param.requires_grad for stored in self._partition.trained[unit]
+        )
 
     def present(self, unit: int) -> list[StoredParam]:
         """The unit's parameters that have a gradient, in the order of their planes."""
@@ -308,7 +312,7 @@ class PassingGradients:
         return self._sums.start(
             self._planes[unit][:end],
             self.present(unit),
-            whole=self.is_complete(unit),
+            whole=len(self._present[unit]) == len(self._partition.trained[unit]),
             arrived=self._landing.arrived(unit),
         )
 

@@ -32,6 +32,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -120,6 +122,7 @@ class ModuleHooks:
             self._units_of = _units_of_modules(model, engine)
             for module in self._units_of:
                 self._watch(module)
+            self._handles.append(nn_module.register_module_parameter_registration_hook(self._registered))
         self._units_of.setdefault(model, ())
         for module in self._units_of:
             self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True))
@@ -226,6 +229,12 @@ class ModuleHooks:
 
     # -- parameters read as attributes --------------------------------------------------------------------
 
+    def _registered(self, module: nn.Module, _name: str, param: nn.Parameter | None) -> None:
+        """A parametrization, which adapters of single parameters make in each forward, sets what it takes over."""
+        stored = self._engine.partition.of_param.get(param) if param is not None else None
+        if stored is not None and isinstance(module, ParametrizationList):
+            stored.expect_reset()
+
     def _watch(self, module: nn.Module) -> None:
         if module._parameters:
             module.__dict__["_parameters"] = WatchedParameters(module._parameters, self._on_read)
@@ -247,6 +256,7 @@ class ModuleHooks:
                 frame.units = (*frame.units, stored.unit)
             else:
                 engine.use(stored.unit)
+                stored.look_at()
         finally:
             self._reading = False
 

@@ -5,7 +5,9 @@ A parameter stays an ordinary nn.Parameter. While its unit is present, ``p.data`
 weight plane. While it is absent, it is one NaN expanded to the true shape: shape, numel, dtype and device
 stay true, reading gives NaN (for integers the smallest value), never something plausible, and most writes in
 place raise. Those that torch lets through (fill_, zero_), writes to a present parameter, which would be gone
-with its slot, and a ``p.data`` that somebody else has assigned are found when the unit comes or goes next.
+with its slot, and a ``p.data`` that somebody else has assigned are found when the unit comes or goes next. torch
+does not count writes through ``p.data``: on the CPU a parameter that user code reads between forwards is known by
+the checksum of its bytes until they are updated.
 
 Note [Saved parameters]
 For an operation outside the model's forward (a penalty over ``block.weight``) autograd saves the parameter
@@ -22,14 +24,17 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import ConfigError, OffloadError
 from .inventory import Inventory, ParamInfo, PlacedParam, build_inventory
 from .optim import Span, kernels
+from .optim.checksum import crc32c
 
 GATHER_LOSS = "compute such a loss, and call its backward, inside `with offload.gather(parameters)`"
 """What to do about a loss over parameters that are absent."""
@@ -60,6 +65,8 @@ class StoredParam:
     """The full value that user code works on inside `offload.gather`; it hides the slot."""
     given: tuple[int, int] | None = None
     """Address and version of ``param.data`` as the engine has left it; None where nobody needs to know."""
+    looked_at: int | None = None
+    """Checksum of its bytes when user code took it between forwards. See Note [Absent parameters]."""
     step: int = 0
     """Updates this parameter has had (torch counts them per parameter)."""
 
@@ -74,6 +81,7 @@ class StoredParam:
     def next_span(self) -> Span:
         """Its elements in its next update, which is counted."""
         self.step += 1
+        self.looked_at = None  # what user code has written since is the weight that is updated
         return Span(self.placed.begin, self.placed.end, self.step, element=self.element)
 
     def point(self, data: torch.Tensor) -> bool:
@@ -83,7 +91,10 @@ class StoredParam:
             Whether user code has written to what it pointed at before, and the write is lost.
         """
         if self.gathered is not None:
-            self.param.data, self.given = self.gathered, None
+            if (
+                self.given is not None
+            ):  # else it has been pointed there, and may be user code's own tensor by now
+                self.param.data, self.given, self.looked_at = self.gathered, None, None
             return False
         param, is_written = self.param, False
         if self.given is not None:
@@ -91,9 +102,26 @@ class StoredParam:
             if address == self.given[0] == data.data_ptr():
                 return False
             is_written = self.given != (address, param._version)
+        if self.looked_at is not None:
+            is_written = is_written or self._checksum() != self.looked_at
+            self.looked_at = None
         param.data = data
         self.given = (param.data_ptr(), param._version)
         return is_written
+
+    def look_at(self) -> None:
+        """User code takes the present parameter between forwards, and may write to its bytes."""
+        if self.looked_at is None and not self.is_replaced and self.param.device == CPU:
+            self.looked_at = self._checksum()
+
+    def _checksum(self) -> int:
+        flat = self.param.data.as_strided((self.param.numel(),), (1,)).view(torch.uint8)
+        return int(crc32c(flat, np.array([0, flat.numel()], np.uint64))[0])
+
+    def expect_reset(self) -> None:
+        """Somebody has put the parameter's own bytes back into it, which torch counts as a write."""
+        if self.given == (self.param.data_ptr(), self.param._version - 1):
+            self.given = (self.param.data_ptr(), self.param._version)
 
     @property
     def is_absent(self) -> bool:
@@ -244,6 +272,12 @@ class Partition:
         self._used_absent += [stored for stored in self.units[unit] if stored.is_saved and stored.is_absent]
         self._lost += [stored.name for stored in self.units[unit] if stored.point(stored.view(plane))]
 
+    def note_written(self, unit: int, begin: int, end: int) -> None:
+        """Bytes [begin, end) of the unit's plane have been written by us, and brought home."""
+        for stored in self.units[unit]:
+            if stored.placed.offset < end and begin < stored.placed.offset + stored.placed.info.nbytes:
+                stored.looked_at = None
+
     def refuse_misuse(self) -> None:
         """Raises OffloadError, once, for what user code has done to parameters that were not there."""
         if self._lost:
@@ -287,6 +321,11 @@ class Partition:
             self._markers[unit].fill_(math.nan)
 
     def _describe(self, name: str, param: nn.Parameter, trainable: bool) -> ParamInfo:
+        if is_traceable_wrapper_subclass(cast(Any, param)):
+            raise ConfigError(
+                f"{name}: a {type(param).__name__} is made of other tensors, which have no place in a weight plane;"
+                " keep codes in integer parameters and scales in buffers"
+            )
         if not param.is_floating_point() and trainable:
             raise ConfigError(
                 f"{name}: a parameter of type {param.dtype} cannot be trained; leave it out of the groups"

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .. import construct
+from ..models.conversion import PretrainedValues
 from ..models.decoder import Decoder, init_parameter_, to_hf_config
 from ..models.presets import DecoderConfig
 from ..models.pretrained import build_meta_model
@@ -39,7 +40,9 @@ def build(source: ModelSource, *, seed: int) -> tuple[nn.Module, Read]:
     if getattr(model, "supports_gradient_checkpointing", False):
         _checkpoint_blocks(model)
     model.train()
-    return model, source.checkpoint.tensor
+    values = PretrainedValues(model, source.checkpoint)
+    values.fill_buffers()
+    return model, values.tensor
 
 
 def _checkpoint_blocks(model: Any) -> None:

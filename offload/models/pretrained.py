@@ -208,10 +208,13 @@ def _read_json(path: Path, hint: str) -> dict[str, Any]:
     return value
 
 
-def build_meta_model(path: PathLike, *, dtype: torch.dtype | None = None) -> nn.Module:
+def build_meta_model(
+    path: PathLike, *, dtype: torch.dtype | None = None, any_task: bool = False
+) -> nn.Module:
     """transformers' model of ``config.json``: parameters on the meta device, buffers real and right.
 
-    ``dtype``: of the parameters; default: the configuration's. See Note [Real buffers].
+    ``dtype``: of the parameters; default: the configuration's. ``any_task``: of the class that was saved, whatever
+    it is for; else, and where the file names none, a causal language model. See Note [Real buffers].
     """
     import torch
 
@@ -226,16 +229,32 @@ def build_meta_model(path: PathLike, *, dtype: torch.dtype | None = None) -> nn.
         config = transformers.AutoConfig.from_pretrained(os.fspath(path), local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
         raise ConfigError(f"{config_file} is not understood: {' '.join(str(error).split())[:200]}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{config_file} describes quantised weights; load the model with transformers, and give it to"
+            " offload.prepare"
+        )
+    saved = _saved_class(config) if any_task else None
     arguments = {} if dtype is None else {"dtype": dtype}
     with torch.device("cpu"), _parameters_on_meta(), no_init_weights():
         try:
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, **arguments
-            )
+            build = transformers.AutoModelForCausalLM.from_config if saved is None else saved._from_config
+            model: nn.Module = build(config, **arguments)
         except ValueError as error:
             raise ConfigError(f"{config_file} is no causal language model: {str(error)[:200]}") from error
     model.tie_weights()  # type: ignore[operator]  # no_init_weights skipped it
     return model
+
+
+def _saved_class(config: Any) -> Any:
+    """The class of transformers that ``config.json`` says was saved; None where it names none."""
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)  # a name from a file: a model, or nothing
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    return None
 
 
 # Note [Real buffers]

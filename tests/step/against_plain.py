@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from models import Outcome, Placement, Training, half_up
+from tight import tight
 from torch import nn
 
 import offload
@@ -88,10 +89,16 @@ def train_offloaded(
     precision: str = "fp32",
     lr: float = 1e-3,
     look: Look = nothing,
+    is_tight: bool = False,
 ) -> Outcome:
-    """The same with the engine, and with what must hold whatever the model: one step is one step."""
+    """The same with the engine, and with what must hold whatever the model: one step is one step.
+
+    Args:
+        is_tight: in the least memory, so that most weights are absent at any time.
+    """
     outcome = Outcome()
     config = engine_config(placement, swap_path, precision=precision, lr=lr)
+    config = tight(model, config) if is_tight else config
     model, optimizer = offload.prepare(model, config)
     engine = optimizer.engine
     with contextlib.closing(engine):
