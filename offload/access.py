@@ -72,6 +72,7 @@ def write_weight(
     if value.shape != stored.placed.info.shape:
         raise OffloadError(f"{stored.name} has shape {stored.placed.info.shape}, not {tuple(value.shape)}")
     value = value.detach().cpu()
+    engine.before_change()
     engine.settle_updates()
     unit = stored.unit
     engine.weights.begin_write(unit)
@@ -128,6 +129,7 @@ class ChunkAccess:
         They are rounded to the nearest that the format has. Where the scales are among the planes that values
         were read with, the planes are what they were then, bit for bit.
         """
+        self._engine.before_change()
         self._engine.pipeline.cancel_announced()
         done = 0
         for chunk, begin, end in self._pieces(stored):

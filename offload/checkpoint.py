@@ -1,11 +1,21 @@
-"""Values in and out of a live engine by name: `state_dict`, `load_state_dict`, export."""
+"""Values in and out of a live engine by name: `state_dict`, `load_state_dict`, export.
+
+Note [State that is read late]
+A wrapper of optimizers (accelerate's, and so transformers' Trainer) takes `state_dict()` when it is made, and gives it
+back at once: read there and then, all state of a model that fits no memory would be in memory, and all of it would be
+written again. So the state of each parameter is read when somebody looks at it, or before the engine changes it while
+somebody still has it: what it gives is the state at the call. What nobody has looked at needs no writing when it
+comes back.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +24,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from . import metrics
 from .access import ChunkAccess, gathered, join_master, read_master, read_weight, write_weight
+from .bytesize import format_bytes
 from .engine import OffloadEngine
 from .errors import CheckpointError, OffloadError
 from .models.pretrained import TensorSpec, write_checkpoint
@@ -142,24 +154,132 @@ def optimizer_state(engine: OffloadEngine) -> Iterator[tuple[StoredParam, dict[s
     nothing may be trained or written before the last parameter has come.
     """
     access = ChunkAccess(engine)
-    optimizer, placement = engine.optimizer, engine.plan.placement
     for stored in engine.partition.trainable:
-        group = engine.groups[stored.group]
-        planes = access.read(stored, *(plane.name for plane in placement.state_planes))
-        if not stored.step:
-            for name, value in optimizer.first_moments(group).items():
-                planes[name].fill_(value)
-        state = {}
-        if optimizer.saves_step or placement.state_format != "fp32":
-            state["step"] = torch.tensor(float(stored.step))
-        if optimizer.saves_step or stored.step:
-            for name in optimizer.moments_of(group):
-                state[name] = planes[name].as_strided(stored.placed.info.shape, stored.stride)
-        if "scale" in planes:
-            state["scale"] = planes["scale"].view(-1, 2)
-        if "residual" in planes:
-            state["master"] = join_master(engine, stored, planes["residual"])
-        yield stored, state
+        yield stored, state_of(engine, stored, access)
+
+
+def state_names(engine: OffloadEngine, stored: StoredParam) -> list[str]:
+    """What :func:`state_of` gives."""
+    optimizer, placement = engine.optimizer, engine.plan.placement
+    planes = {plane.name for plane in placement.state_planes}
+    names = ["step"] if optimizer.saves_step or placement.state_format != "fp32" else []
+    if optimizer.saves_step or stored.step:
+        names += optimizer.moments_of(engine.groups[stored.group])
+    return names + ["scale"] * ("scale" in planes) + ["master"] * ("residual" in planes)
+
+
+def state_of(engine: OffloadEngine, stored: StoredParam, access: ChunkAccess) -> dict[str, torch.Tensor]:
+    """One parameter's state. See :func:`optimizer_state`."""
+    optimizer = engine.optimizer
+    planes = access.read(stored, *(plane.name for plane in engine.plan.placement.state_planes))
+    if not stored.step:
+        for name, value in optimizer.first_moments(engine.groups[stored.group]).items():
+            planes[name].fill_(value)
+    state = {}
+    for name in state_names(engine, stored):
+        if name == "step":
+            state[name] = torch.tensor(float(stored.step))
+        elif name == "scale":
+            state[name] = planes[name].view(-1, 2)
+        elif name == "master":
+            state[name] = join_master(engine, stored, planes["residual"])
+        else:
+            state[name] = planes[name].as_strided(stored.placed.info.shape, stored.stride)
+    return state
+
+
+class LateStates:
+    """States that were given out and that nobody has looked at. See Note [State that is read late]."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+        self._unread: weakref.WeakValueDictionary[int, ParamState] = weakref.WeakValueDictionary()
+        self._count = itertools.count()
+        self._access: ChunkAccess | None = None
+        engine.before_change = self.read_all
+
+    def give(self, stored: StoredParam) -> ParamState:
+        """The state of one parameter as it is now."""
+        state = ParamState(self, stored, next(self._count))
+        self._unread[state.number] = state
+        return state
+
+    def read(self, stored: StoredParam) -> dict[str, torch.Tensor]:
+        """As :func:`state_of`; of parameters that follow each other each chunk is read once."""
+        self._access = self._access or ChunkAccess(self._engine)
+        return state_of(self._engine, stored, self._access)
+
+    def read_all(self) -> None:
+        """What is still unread will not be there any more."""
+        for state in list(self._unread.values()):
+            len(state)
+        self._access = None
+
+    def noted(self, state: ParamState) -> None:
+        """A state has been read."""
+        self._unread.pop(state.number, None)
+        if not self._unread:
+            self._access = None
+
+    def check_memory(self) -> None:
+        """Raises OffloadError where all that is unread cannot be in memory at once."""
+        need = sum(
+            4 * state.stored.placed.info.numel
+            for state in self._unread.values()
+            for name in state_names(self._engine, state.stored)
+            if name != "step"
+        )
+        if need > (available := metrics.memory_available_bytes()):
+            raise OffloadError(
+                f"optimizer state as a pickle needs {format_bytes(need)} of memory at once, {format_bytes(available)}"
+                " are available; save with optimizer.engine.save_checkpoint(DIR), or train with the Trainer of"
+                " offload.integrations.transformers"
+            )
+
+
+class ParamState(MutableMapping[str, Any]):
+    """What ``state_dict()`` gives of one parameter: a dictionary. See Note [State that is read late]."""
+
+    def __init__(self, late: LateStates, stored: StoredParam, number: int) -> None:
+        self.stored, self.number = stored, number
+        self._late = late
+        self._read: dict[str, Any] | None = None
+
+    def is_unread_of(self, late: LateStates) -> bool:
+        """Whether it is what the parameter has now."""
+        return self._read is None and self._late is late
+
+    def _values(self) -> dict[str, Any]:
+        if self._read is None:
+            self._read = self._late.read(self.stored)
+            self._late.noted(self)
+        return self._read
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._values()[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._values()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values())
+
+    def __len__(self) -> int:
+        return len(self._values())
+
+    def __repr__(self) -> str:
+        return repr(self._values())
+
+    def __reduce_ex__(self, _protocol: object) -> tuple[Any, ...]:
+        """As a dictionary of a type that ``torch.load`` trusts; what is unread stays so."""
+        values = self._read
+        if values is None:
+            self._late.check_memory()
+            values = self._late.read(self.stored)
+        return OrderedDict, (), None, None, iter(values.items())
 
 
 def load_optimizer_state(

@@ -84,13 +84,14 @@ class OffloadEngine:
         """Global norm of the gradients of the last step, before clipping."""
         self._store = store
         self._failure: BaseException | None = None
-        self._closed = False
-        self._owner_pid = os.getpid()
+        self._closed, self._owner_pid = False, os.getpid()
         self._updating = Unbroken(self.stop, BaseException)
         self._serving = Unbroken(self.stop, TransferError)
         self._on_close: list[Callable[[], None]] = []
         self.close_abandoned: Callable[[], bool] = lambda: False
         """Asks for the leases of forwards that have ended unheard; says whether there were any."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before an update, a value that is written, or the end changes what can be read."""
         self._in_backward = False
         self._holds: dict[int, Hold] = {}  # of units in backward, oldest first
         self._updated: set[int] = set()  # units updated in this step, where the update runs in backward

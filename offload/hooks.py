@@ -66,7 +66,7 @@ class _Frame:
 
     __slots__ = ("caller", "holds", "saving", "units")
 
-    def __init__(self, units: tuple[int, ...], caller: FrameType) -> None:
+    def __init__(self, units: tuple[int, ...], caller: FrameType | None) -> None:
         self.units, self.caller = units, caller
         self.holds: list[Hold] = []
         self.saving: torch.autograd.graph.saved_tensors_hooks | None = None
@@ -145,6 +145,8 @@ class ModuleHooks:
     # -- forward ------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._refuse_compiled()
         self._close_abandoned()
         recomputing = _in_backward()
         frame = _Frame(self._units_of[module], sys._getframe(1))
@@ -174,6 +176,17 @@ class ModuleHooks:
                 self._announce_backward(frame.units, output)
         finally:
             frame.close()
+
+    def _refuse_compiled(self) -> None:
+        self._frames.append(_Frame((), None))  # `_after_forward` is called all the same
+        raise OffloadError(
+            "torch.compile of a module that the engine watches is not built: compiled code keeps tensors by address;"
+            " leave it out, or, where offload_param.device is 'none', compile block by block: block.compile()"
+        )
+
+    vars(_refuse_compiled)["_torchdynamo_disable"] = (
+        True  # called, not traced, and without importing the compiler
+    )
 
     def _close_abandoned(self) -> bool:
         """Closes forwards that have ended without our being told; whether there were any."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from .checkpoint import check_optimizer_state, load_optimizer_state, optimizer_state
+from .checkpoint import LateStates, ParamState, check_optimizer_state, load_optimizer_state, state_names
 from .errors import CheckpointError, ConfigError, OffloadError
+from .partition import StoredParam
 from .saving import SavedEngine
 
 
@@ -30,6 +31,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def bind(self, engine: SavedEngine) -> None:
         """Gives the optimizer its engine; from now on the set of parameters is fixed."""
         self.engine = engine
+        self._late = LateStates(engine)
         self._bound = True
 
     @torch.no_grad()
@@ -54,20 +56,25 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return torch.tensor(self.engine.clip_grad_norm(float(max_norm)))
 
     def state_dict(self) -> dict[str, Any]:
-        """All state in memory, laid out as torch's optimizer of the same name does: ``state[index]`` by
+        """The state at this moment, laid out as torch's optimizer of the same name does: ``state[index]`` by
         position in the groups.
 
         Moments are fp32 whatever format they are kept in; where that is another, ``state_format`` says which. Of
-        bf16 weights it also has ``master``, the exact value that is trained, and of 8-bit moments ``scale``. For
-        models whose state does not fit in memory, go through ``offload.optimizer_state(engine)`` instead.
+        bf16 weights it also has ``master``, the exact value that is trained, and of 8-bit moments ``scale``. The
+        state of a parameter is in memory from when it is looked at, or from the next change on if what was given
+        is still held: of a model whose state does not fit, go through ``offload.optimizer_state(engine)`` instead.
         """
         packed = super().state_dict()
         state_format = self.engine.plan.placement.state_format
         if state_format != "fp32":
             packed["state_format"] = state_format
+        self.engine.settle_updates()
         index_of = self._indices()
-        states = ((index_of[stored.param], state) for stored, state in optimizer_state(self.engine))
-        packed["state"] = {index: state for index, state in states if state}
+        packed["state"] = {
+            index_of[stored.param]: self._late.give(stored)
+            for stored in self.engine.partition.trainable
+            if state_names(self.engine, stored)
+        }
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -93,11 +100,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for stored in self.engine.partition.trainable
             if may_be_empty or index_of[stored.param] in saved_states
         }
+        states = {stored: state for stored, state in states.items() if not self._has(stored, state)}
         for stored, state in states.items():
             check_optimizer_state(self.engine, stored, state)
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         load_optimizer_state(self.engine, states, saved_as=state_dict.get("state_format", "fp32"))
+
+    def _has(self, stored: StoredParam, state: Any) -> bool:
+        """Whether the state is what the parameter has already, come back unread."""
+        return isinstance(state, ParamState) and state.stored is stored and state.is_unread_of(self._late)
 
     def _indices(self) -> dict[torch.Tensor, int]:
         params = [param for group in self.param_groups for param in group["params"]]

@@ -10,6 +10,7 @@ so what is saved is the state at the call. With it go the training state (`train
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -124,8 +125,19 @@ class SavedEngine(OffloadEngine):
         ledger.predicted = self.plan.bytes_moved(ledger.steps, goes_on=goes_on)
         return ledger
 
+    def begin_backward(self) -> bool:
+        if self.plan.placement.update == "backward" and not self._in_backward:
+            self.before_change()
+        return super().begin_backward()
+
+    def step(self) -> bool:
+        self.before_change()
+        return super().step()
+
     def close(self) -> None:
         """As :meth:`OffloadEngine.close`. A swap directory in which something was committed stays."""
+        if self.is_open and self._failure is None and os.getpid() == self._owner_pid:
+            self.before_change()
         super().close()
         self._model = None
         self._parts.clear()
@@ -417,6 +429,7 @@ class SavedEngine(OffloadEngine):
 
     def _empty(self) -> None:
         """Nothing is in flight, and nothing waits."""
+        self.before_change()
         self.settle_updates()
         self.pipeline.cancel_announced()
         self.weights.settle()

@@ -1,6 +1,7 @@
 """Values in and out of a live engine: state dicts, gather, init, export. Oracle: the values themselves."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -255,10 +256,72 @@ def test_the_optimizer_state_reads_each_chunk_once(precision, chunk, swap_path):
         optimizer.engine.settle()
         moved = optimizer.engine.ledger.moved
         before = moved["nvme_read", "exp_avg"]
-        state = optimizer.state_dict()
+        state = copy.deepcopy(optimizer.state_dict())
         whole = sum(unit.elements for unit in optimizer.engine.plan.inventory.units) * 4
         assert moved["nvme_read", "exp_avg"] - before == whole
         before = moved["nvme_read", "exp_avg"]
         optimizer.load_state_dict(state)
         if chunk > 2048:  # else a parameter's moments and its residual each pass through all its chunks
             assert moved["nvme_read", "exp_avg"] - before == whole
+
+
+UPDATES = [Placement(), Placement("nvme", "nvme"), Placement("nvme", "nvme", "backward")]
+
+
+@pytest.mark.parametrize("placement", UPDATES, ids=str)
+def test_the_optimizer_state_is_that_of_its_moment_whenever_it_is_looked_at(placement, swap_path):
+    training = Training(precision="bf16")
+    batches = training.batches()
+    with prepared(training, placement, swap_path) as (model, optimizer):
+        steps(model, optimizer, batches[:1])
+        expected, late = copy.deepcopy(optimizer.state_dict()), optimizer.state_dict()
+        steps(model, optimizer, batches[1:2])
+        assert not torch.equal(optimizer.state_dict()["state"][3]["exp_avg"], late["state"][3]["exp_avg"])
+        assert_same_states(late, expected)
+        late = optimizer.state_dict()
+        optimizer.load_state_dict(expected)
+        before = optimizer.state_dict()
+        optimizer.load_state_dict(late)
+        assert_same_states(before, expected)
+        with offload.gather(model.norm.weight, modify=True):
+            model.norm.weight.data.fill_(3.0)
+        assert not (late["state"][index_of(optimizer, model.norm.weight)]["master"] == 3.0).any()
+        expected, at_the_end = copy.deepcopy(optimizer.state_dict()), optimizer.state_dict()
+    assert_same_states(at_the_end, expected)
+
+
+def test_optimizer_state_that_comes_back_unread_moves_no_byte(swap_path):
+    """What accelerate does with every optimizer that it wraps."""
+    training = Training(precision="bf16")
+    with prepared(training, Placement("nvme", "nvme"), swap_path) as (model, optimizer):
+        steps(model, optimizer, training.batches()[:1])
+        before = copy.deepcopy(optimizer.state_dict())
+        moved = optimizer.engine.report().moved.copy()
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 7.0
+        optimizer.load_state_dict(state)
+        assert optimizer.engine.report().moved == moved
+        assert optimizer.param_groups[0]["lr"] == 7.0
+        assert_same_states(optimizer.state_dict(), before)
+
+
+def test_pickled_optimizer_state_is_plain_and_refused_without_memory(swap_path, tmp_path, monkeypatch):
+    training = Training(precision="bf16")
+    with prepared(training, Placement("nvme", "nvme"), swap_path) as (model, optimizer):
+        steps(model, optimizer, training.batches()[:1])
+        torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+        assert_same_states(torch.load(tmp_path / "state.pt", weights_only=True), optimizer.state_dict())
+        monkeypatch.setattr("offload.metrics.memory_available_bytes", lambda: 1 << 20)
+        with pytest.raises(OffloadError, match=r"needs 2\.\d+ MiB of memory at once, 1.00 MiB"):
+            torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+
+
+def index_of(optimizer, param):
+    return [id(p) for group in optimizer.param_groups for p in group["params"]].index(id(param))
+
+
+def assert_same_states(ours, other):
+    assert ours["state"].keys() == other["state"].keys()
+    for index, state in other["state"].items():
+        assert ours["state"][index].keys() == state.keys()
+        assert all(torch.equal(ours["state"][index][name], value) for name, value in state.items())
