@@ -4,8 +4,9 @@ import json
 import sys
 
 import pytest
+import torch
 
-from benchmarks import adam, durability, harness, io, learning, step, tune
+from benchmarks import adam, durability, harness, hooks, io, learning, step, tune
 from offload.cli.loads import LOADS
 from offload.cli.search import candidates
 
@@ -19,6 +20,21 @@ def test_step(swap_path, capsys):
     losses = [row["loss_last"] for row in report["rows"]]
     assert losses == pytest.approx([losses[0]] * 3, abs=1e-4)
     assert step.as_table(report["rows"]).count("\n") == 1 + len(names)
+
+
+def test_hooks(swap_path, capsys):
+    gpt = "--precision=fp32 --layers=1 --width=64 --length=8 --vocabulary=100"
+    small = ["--units=3", "--rounds=2", "--gpt-rounds=1", f"--gpt={gpt}", f"--swap={swap_path}", "--json"]
+    threads = torch.get_num_threads()
+    assert hooks.main(small) == 0
+    assert torch.get_num_threads() == threads
+    report = json.loads(capsys.readouterr().out)
+    plain, *placements = report["rows"]
+    assert [row["name"] for row in placements] == list(hooks.HOMES)
+    for row in placements:
+        assert row["more_seconds"] == row["cpu_seconds"] - plain["cpu_seconds"] and row["cpu_seconds"] > 0
+        assert row["share_of_gpt_step"] == row["more_seconds"] / report["gpt_step_seconds"]
+    assert hooks.as_table(report["rows"], 3).count("\n") == 1 + 4
 
 
 @pytest.mark.parametrize("output", [["--json"], ["--results"]], ids=["json", "table"])
