@@ -390,8 +390,8 @@ class OffloadEngine:
             return
         waiting = [unit for unit in taken_by if unit not in self._updated]
         raise OffloadError(
-            f"all {self.plan.grad_slots} gradient slots wait for units that are not complete ({waiting}):"
-            " units are shared or used several times; set offload_optimizer.update to 'step'"
+            f"all {self.plan.grad_slots} gradient slots wait for units that are not complete ({waiting}), shared or"
+            " used several times; set offload_optimizer.update to 'step', or give memory.host_bytes more"
         )
 
     def _guard(self) -> Unbroken:
