@@ -11,7 +11,6 @@ there twice. What a Trainer without this has saved is resumed from too.
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, cast
@@ -142,8 +141,11 @@ class EngineCheckpoints:
             cast(Any, super())._load_optimizer_and_scheduler(checkpoint)
             return
         folder = Path(checkpoint)
+        schedule = torch.load(folder / SCHEDULER, weights_only=True)
+        self.lr_scheduler.load_state_dict(schedule)
+        for group, lr in zip(self.optimizer.param_groups, schedule.get("_last_lr", ()), strict=False):
+            group["lr"] = lr  # or the engine would tell of another one than was configured
         self.engine.load_checkpoint(folder.parent, folder.name)
-        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -169,13 +171,10 @@ def _is_whole(checkpoint: Path) -> bool:
 def _write_weights(engine: SavedEngine, model: torch.nn.Module, folder: Path) -> None:
     """Puts the weights among the other files of a model's directory."""
     specs, fetch = exported(engine, engine.partition.of_param.values(), persistent_buffers(model), None)
-    beside = Path(tempfile.mkdtemp(prefix=".weights.", dir=folder))
-    try:
+    with tempfile.TemporaryDirectory(prefix=".weights.", dir=folder) as beside:
         write_checkpoint(beside, specs, fetch, None)
-        for file in sorted(beside.iterdir(), key=lambda file: file.suffix == ".json"):  # the index last
+        for file in sorted(Path(beside).iterdir(), key=lambda file: file.suffix == ".json"):  # the index last
             file.replace(folder / file.name)
-    finally:
-        shutil.rmtree(beside)
 
 
 def _write_index(folder: Path, buffers: dict[str, torch.Tensor]) -> None:

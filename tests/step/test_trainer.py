@@ -190,13 +190,17 @@ def test_streamed_checkpoints_hold_each_byte_once(precision, swap_path, tmp_path
         resumed.assert_equal(whole)
 
 
-def test_a_plain_checkpoint_is_gone_on_from_with_streamed_ones(without_a_break, swap_path, tmp_path):
+def test_a_plain_checkpoint_is_gone_on_from_with_streamed_ones(without_a_break, swap_path, tmp_path, caplog):
     config = {"gradient_accumulation_steps": 2}
     train(NVME, tmp_path, swap_path, config=config, **SAVING).assert_equal(without_a_break)
     assert (tmp_path / "checkpoint-2" / "optimizer.pt").is_file()
     first = str(tmp_path / "checkpoint-2")
-    resumed = train(NVME, tmp_path, swap_path, kind=StreamingTrainer, resume=first, config=config, **SAVING)
-    resumed.assert_equal(without_a_break)
+    for resume in (first, str(tmp_path / "checkpoint-4")):  # which is a streamed one by then
+        resumed = train(
+            NVME, tmp_path, swap_path, kind=StreamingTrainer, resume=resume, config=config, **SAVING
+        )
+        resumed.assert_equal(without_a_break)
+    assert [record.message for record in caplog.records if record.name == "offload"] == []
 
 
 def test_buffers_are_in_streamed_checkpoints(swap_path, tmp_path):
