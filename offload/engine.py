@@ -105,8 +105,7 @@ class OffloadEngine:
         self._first_forward: float | None = None
         self._squares: dict[int, list[float]] = {}  # of units updated in this backward
 
-        self.accelerator = accelerator
-        self.optimizer = optimizer
+        self.accelerator, self.optimizer = accelerator, optimizer
         self._tiers = tiers = Tiers.open(accelerator, ledger)
         with ExitStack() as undo:
             undo.callback(tiers.close)

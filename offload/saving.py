@@ -187,7 +187,7 @@ class SavedEngine(OffloadEngine):
         with self._guard():
             self._refuse_half_a_step("saved")
             state = self._capture(tag, client_state)
-            if dir is not None and not self._is_own(Path(dir)):
+            if dir is not None and not self.is_in_swap_path(Path(dir)):
                 return save(
                     self,
                     Content(state.step, state.values, state.tensors, config_of(self._owned_model()) or {}),
@@ -266,7 +266,7 @@ class SavedEngine(OffloadEngine):
             )
         return self._store
 
-    def _is_own(self, path: Path) -> bool:
+    def is_in_swap_path(self, path: Path) -> bool:
         """Whether a path lies within the swap paths."""
         wanted = path.expanduser().absolute()
         return any(wanted.is_relative_to(Path(root).expanduser().absolute()) for root in self._roots)
@@ -389,7 +389,7 @@ class SavedEngine(OffloadEngine):
         return wanted in (store.path, store.path.parent)
 
     def _is_commit(self, path: Path) -> bool:
-        return self._is_own(path) or has_manifest(path.expanduser())
+        return self.is_in_swap_path(path) or has_manifest(path.expanduser())
 
     def _go_back(self, store: SwapStore, tag: str | None) -> TrainingState:
         manifest = find_commits(store.path).newest

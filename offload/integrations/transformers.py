@@ -11,7 +11,6 @@ there twice. What a Trainer without this has saved is resumed from too.
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, cast
@@ -42,7 +41,7 @@ class EngineCheckpoints:
     model: Any
     optimizer: Any
     lr_scheduler: Any
-    state: Any
+    state: Any  # the Trainer's
 
     @property
     def engine(self) -> SavedEngine:
@@ -50,7 +49,7 @@ class EngineCheckpoints:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
         if not isinstance(optimizer, OffloadOptimizer):
             raise ConfigError(
-                "this Trainer needs the optimizer of offload.prepare: Trainer(..., optimizers=(optimizer, None))"
+                "give this Trainer the optimizer of offload.prepare: optimizers=(optimizer, None)"
             )
         return optimizer.engine
 
@@ -70,7 +69,11 @@ class EngineCheckpoints:
 
     def _check_arguments(self) -> None:
         placement, args = self.engine.plan.placement, self.args
-        accumulation = args.gradient_accumulation_steps
+        if args.save_strategy != "no" and self.engine.is_in_swap_path(Path(args.output_dir)):
+            raise ConfigError(
+                f"TrainingArguments: output_dir {args.output_dir} lies in the swap path, where saving is committing;"
+                " give a directory beside it"
+            )
         if args.fp16:
             raise ConfigError("TrainingArguments: fp16 training is not built; leave fp16 out, or say bf16")
         if placement.update == "backward" and args.max_grad_norm > 0:
@@ -78,7 +81,7 @@ class EngineCheckpoints:
                 f"TrainingArguments: max_grad_norm {args.max_grad_norm} needs all gradients before the first update;"
                 " set max_grad_norm=0, or offload_optimizer.update to 'step'"
             )
-        if accumulation > 1 and placement.micro_batches != accumulation:
+        if 1 < (accumulation := args.gradient_accumulation_steps) != placement.micro_batches:
             raise ConfigError(
                 f"TrainingArguments: gradient_accumulation_steps is {accumulation} here and {placement.micro_batches}"
                 " in the engine's configuration, which says how gradients are added up; say the same in both"
@@ -102,15 +105,13 @@ class EngineCheckpoints:
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
-        if state_dict is not None or self._is_peft:
-            cast(Any, super())._save(
-                str(folder), state_dict=self._trained() if state_dict is None else state_dict
-            )
-            return
-        cast(Any, super())._save(str(folder), state_dict={})
-        (folder / "model.safetensors").unlink(missing_ok=True)  # of no tensors
-        if self._has_own_weights:
-            _write_weights(self.engine, self.model, folder)
+        if state_dict is None and self._is_peft:
+            state_dict = self._trained()
+        cast(Any, super())._save(str(folder), state_dict=state_dict or {})
+        if state_dict is None:
+            (folder / "model.safetensors").unlink(missing_ok=True)  # of no tensors
+            if self._has_own_weights:
+                _write_weights(self.engine, self.model, folder)
 
     @property
     def _is_peft(self) -> bool:
@@ -125,6 +126,7 @@ class EngineCheckpoints:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir)
+        (folder / STATE).unlink(missing_ok=True)  # not whole until the Trainer has written that again
         self.engine.save_checkpoint(folder.parent, folder.name, exclude_frozen=self._is_peft, latest=False)
         torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
         if not self._is_peft:
@@ -138,17 +140,19 @@ class EngineCheckpoints:
         if checkpoint is None or not _is_of_engine(checkpoint):
             cast(Any, super())._load_optimizer_and_scheduler(checkpoint)
             return
-        folder = Path(checkpoint).absolute()
+        folder = Path(checkpoint)
+        schedule = torch.load(folder / SCHEDULER, weights_only=True)
+        self.lr_scheduler.load_state_dict(schedule)
+        for group, lr in zip(self.optimizer.param_groups, schedule.get("_last_lr", ()), strict=False):
+            group["lr"] = lr  # or the engine would tell of another one than was configured
         self.engine.load_checkpoint(folder.parent, folder.name)
-        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if best is None or not _is_of_engine(best):
+        if best is not None and _is_of_engine(best):
+            self.engine.load_checkpoint(Path(best).parent, Path(best).name, weights_only=True)
+        else:
             cast(Any, super())._load_best_model()
-            return
-        folder = Path(best).absolute()
-        self.engine.load_checkpoint(folder.parent, folder.name, weights_only=True)
 
 
 def _is_of_engine(checkpoint: str | Path) -> bool:
@@ -166,26 +170,21 @@ def _is_whole(checkpoint: Path) -> bool:
 
 def _write_weights(engine: SavedEngine, model: torch.nn.Module, folder: Path) -> None:
     """Puts the weights among the other files of a model's directory."""
-    specs, fetch = exported(
-        engine, (p for unit in engine.partition.units for p in unit), persistent_buffers(model), None
-    )
-    beside = Path(tempfile.mkdtemp(prefix=".weights.", dir=folder))
-    try:
+    specs, fetch = exported(engine, engine.partition.of_param.values(), persistent_buffers(model), None)
+    with tempfile.TemporaryDirectory(prefix=".weights.", dir=folder) as beside:
         write_checkpoint(beside, specs, fetch, None)
-        for file in sorted(beside.iterdir(), key=lambda file: file.suffix == ".json"):  # the index last
+        for file in sorted(Path(beside).iterdir(), key=lambda file: file.suffix == ".json"):  # the index last
             file.replace(folder / file.name)
-    finally:
-        shutil.rmtree(beside)
 
 
 def _write_index(folder: Path, buffers: dict[str, torch.Tensor]) -> None:
     """Tells ``from_pretrained`` in which of the engine's files each weight is."""
-    checkpoint = read_checkpoint(folder)
-    places = zip(checkpoint.params, checkpoint.places, strict=True)
-    files = {param.name: at[WEIGHT].file for param, at in places}
-    weight_map = {name: checkpoint.files[file].name for name, file in files.items() if file is not None}
+    saved = read_checkpoint(folder)
+    files = {param.name: at[WEIGHT].file for param, at in zip(saved.params, saved.places, strict=True)}
+    weight_map = {name: saved.files[file].name for name, file in files.items() if file is not None}
     if buffers:
         specs = [TensorSpec(name, tuple(value.shape), str(value.dtype)) for name, value in buffers.items()]
+        (folder / BUFFERS).unlink(missing_ok=True)
         write_file(folder / BUFFERS, specs, lambda name: buffers[name].detach().cpu().contiguous())
         weight_map.update(dict.fromkeys(buffers, BUFFERS))
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2) + "\n")

@@ -12,7 +12,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from trainer_runs import BACKWARD, NONE, NVME, Rows, llama, lora, outcome_of, train, trainer_over  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from trainer_runs import BACKWARD, NONE, NVME, Rows, WithBuffers, llama, lora, outcome_of, train, trainer_over  # noqa: E402
 
 from offload.errors import CheckpointError, ConfigError, OffloadError  # noqa: E402
 from offload.integrations.transformers import EngineCheckpoints  # noqa: E402
@@ -189,13 +190,35 @@ def test_streamed_checkpoints_hold_each_byte_once(precision, swap_path, tmp_path
         resumed.assert_equal(whole)
 
 
-def test_a_plain_checkpoint_is_gone_on_from_with_streamed_ones(without_a_break, swap_path, tmp_path):
+def test_a_plain_checkpoint_is_gone_on_from_with_streamed_ones(without_a_break, swap_path, tmp_path, caplog):
     config = {"gradient_accumulation_steps": 2}
     train(NVME, tmp_path, swap_path, config=config, **SAVING).assert_equal(without_a_break)
     assert (tmp_path / "checkpoint-2" / "optimizer.pt").is_file()
     first = str(tmp_path / "checkpoint-2")
-    resumed = train(NVME, tmp_path, swap_path, kind=StreamingTrainer, resume=first, config=config, **SAVING)
-    resumed.assert_equal(without_a_break)
+    for resume in (first, str(tmp_path / "checkpoint-4")):  # which is a streamed one by then
+        resumed = train(
+            NVME, tmp_path, swap_path, kind=StreamingTrainer, resume=resume, config=config, **SAVING
+        )
+        resumed.assert_equal(without_a_break)
+    assert [record.message for record in caplog.records if record.name == "offload"] == []
+
+
+def test_buffers_are_in_streamed_checkpoints(swap_path, tmp_path):
+    common = {"model": WithBuffers, "rows": 8, "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    plain = train(None, tmp_path / "plain", swap_path, **common)
+    ours = train(NVME, tmp_path / "ours", swap_path, kind=StreamingTrainer, **common)
+    ours.assert_equal(plain)
+    first = tmp_path / "ours" / "checkpoint-2"
+    train(NVME, first.parent, swap_path, kind=StreamingTrainer, resume=str(first), **common).assert_equal(
+        plain
+    )
+    weight_map = json.loads((first.parent / "checkpoint-6" / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
+    for name, file in weight_map.items():
+        with safe_open(first.parent / "checkpoint-6" / file, "pt") as tensors:
+            assert torch.equal(tensors.get_tensor(name), plain.weights[name]), name
+    assert weight_map.keys() == plain.weights.keys()
 
 
 BEST = {
@@ -274,7 +297,7 @@ def test_update_in_backward_with_the_norm_that_a_step_had(swap_path, tmp_path):
             {"gradient_accumulation_steps": 3},
             r"gradient_accumulation_steps is 3 here and 1 in the engine's",
         ),
-        (None, {}, "needs the optimizer of offload.prepare"),
+        (None, {}, "give this Trainer the optimizer of offload.prepare"),
     ],
 )
 def test_what_contradicts_the_engine_is_refused_before_the_first_step(
@@ -285,6 +308,15 @@ def test_what_contradicts_the_engine_is_refused_before_the_first_step(
         with pytest.raises(ConfigError, match=message):
             trainer.train()
         outcome_of(trainer).assert_equal(before)
+
+
+def test_checkpoints_in_the_swap_path_are_refused(swap_path):
+    with trainer_over(
+        NVME, swap_path / "out", swap_path, kind=StreamingTrainer, save_strategy="steps"
+    ) as trainer:
+        with pytest.raises(ConfigError, match="lies in the swap path, where saving is committing"):
+            trainer.train()
+        (swap_path / "out").rmdir()  # which the Trainer has made
 
 
 def test_a_damaged_checkpoint_is_refused(swap_path, tmp_path):

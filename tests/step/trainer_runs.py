@@ -60,6 +60,24 @@ def llama(*, tied: bool = False) -> nn.Module:
     return transformers.LlamaForCausalLM(config).train()
 
 
+class WithBuffers(nn.Module):
+    """A module of one's own, with buffers that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.norm = nn.Embedding(VOCABULARY, 16), nn.BatchNorm1d(16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_more: Any) -> dict[str, torch.Tensor]:
+        x = self.norm(self.tokens(input_ids).mean(1))
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        logits = self.head(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels[:, 0]), "logits": logits}
+
+
 def lora() -> nn.Module:
     config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "down_proj"])
     return peft.get_peft_model(llama(), config)
