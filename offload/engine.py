@@ -11,9 +11,8 @@ Weights then change before `step()` is called, so nothing in the same backward m
 its update. A unit is updated when all its trained parameters have a gradient: each use of a weight in the
 graph has then been differentiated. Not so of its frozen weights: a node that keeps one on its ``ctx`` (as
 quantised layers do) may run later, so a unit that has any is updated when the next unit's backward begins. A
-unit used several times, or holding a tied weight, may get further
-gradients from a recomputed (reentrant) part, and waits for the end of backward. A gradient that comes after
-all the same is an error, never a lost sum.
+unit used several times, or holding a tied weight, may get further gradients from a recomputed (reentrant) part,
+and waits for the end of backward. A gradient that comes after all the same is an error, never a lost sum.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import torch
 
 from .accel import Accelerator
 from .errors import OffloadError, TransferError
-from .gradients import PassingGradients, WaitingGradients, explain_not_finite
+from .gradients import PassingGradients, WaitingGradients, explain_not_finite, late_gradient
 from .homes import Source, Tiers, bring_home, make_gradients, make_states, make_weights
 from .ledger import Ledger
 from .optim import ShardOptimizer
@@ -175,6 +174,7 @@ class OffloadEngine:
             self._in_backward = True
             self.weights.enter(Phase.BACKWARD)
             if isinstance(self.gradients, PassingGradients):
+                self.gradients.begin_step(self._updated)
                 self._announce(unit for unit in self._backward_order() if unit not in self._updated)
             self.poll()
         return True
@@ -211,6 +211,8 @@ class OffloadEngine:
                     with self._updating:
                         for unit in sorted(set(self.gradients.units) - self._updated, reverse=True):
                             self._update_passing(unit, self.gradients)
+                else:
+                    self.gradients.end_backward()
                 self._used_twice.clear()
                 self.weights.end_backward()
                 self._in_backward = False
@@ -230,11 +232,7 @@ class OffloadEngine:
 
     def _take_passing(self, stored: StoredParam, passing: PassingGradients) -> None:
         if stored.unit in self._updated:
-            raise OffloadError(
-                f"{stored.name} got a gradient after its unit was updated in this step: update 'backward'"
-                " allows one backward per step() and no second use in a recomputed part;"
-                " set offload_optimizer.update to 'step'"
-            )
+            raise late_gradient(stored)
         passing.take(stored)
         if passing.is_complete(stored.unit) and stored.unit not in self._shared | self._used_twice:
             if stored.unit in self._frozen:
@@ -251,6 +249,7 @@ class OffloadEngine:
                     self._update_passing(unit, self.gradients)
 
     def _update_passing(self, unit: int, passing: PassingGradients) -> None:
+        passing.add_zeros(unit)
         plane, params = passing.plane(unit), passing.present(unit)
         sums = passing.square_sums(unit)
 
@@ -269,9 +268,7 @@ class OffloadEngine:
         update = self._unit_update(unit, plane, params, 1.0, passing.release)
         update.arrived, update.on_begin = sums, check
         self.pipeline.enqueue(update, in_backward=True)
-        hold = self._holds.pop(unit, None)
-        if hold is not None:
-            hold.close()
+        self._holds.pop(unit, NO_HOLD).close()
 
     def _break_off_backward(self) -> None:
         """A backward whose end has not been heard of was ended by an exception: its gradients are partial."""
@@ -313,14 +310,17 @@ class OffloadEngine:
             return applied
 
     def _step_in_backward(self, passing: PassingGradients) -> bool:
+        passing.begin_step(self._updated)
         with self._updating:
+            for unit in passing.zeroed_units() - self._updated:
+                self._update_passing(unit, passing)
+                self.pipeline.run()
             self.pipeline.drain()
         self.pipeline.cancel_announced()
         applied = bool(self._updated)
         self.grad_norm = math.sqrt(math.fsum(chain.from_iterable(self._squares.values())))
         self._squares.clear()
         self._updated.clear()
-        passing.clear_absent()
         return applied
 
     def _step_now(self, waiting: WaitingGradients) -> bool:
@@ -357,6 +357,7 @@ class OffloadEngine:
         on_updated: Callable[[int], None],
     ) -> UnitUpdate:
         self._versions[unit] += bool(params)
+        self.weights.outdate(params)
         segments = [self.optimizer.segment(p.next_span(), self.groups[p.group]) for p in params]
         return UnitUpdate(unit, plane, segments, grad_scale, on_updated)
 
@@ -387,19 +388,19 @@ class OffloadEngine:
             self.pipeline.wait_once()
             self.pipeline.run()
             return
-        waiting = [unit for unit in taken_by if unit not in self._updated]
+        units = [unit for unit in taken_by if unit not in self._updated]
         raise OffloadError(
-            f"all {self.plan.grad_slots} gradient slots wait for units that are not complete ({waiting}), shared or"
-            " used several times; set offload_optimizer.update to 'step', or give memory.host_bytes more"
+            f"all {self.plan.grad_slots} gradient slots wait for units that are not complete ({units}): they are"
+            " shared, used several times or in part only; set offload_optimizer.update to 'step', or give"
+            " memory.host_bytes more"
         )
 
     def _guard(self) -> Unbroken:
         """After a failed transfer, or half an update, the state is not that of any step: nothing goes on."""
         if self._failure is not None:
             reason = str(self._failure) or type(self._failure).__name__
-            raise OffloadError(
-                f"the engine stopped in step {self.ledger.steps + 1}: {reason}"
-            ) from self._failure
+            stopped = f"the engine stopped in step {self.ledger.steps + 1}: {reason}"
+            raise OffloadError(stopped) from self._failure
         if self._closed:
             raise OffloadError("the engine is closed")
         return self._serving

@@ -10,12 +10,13 @@ Where they wait in host memory and an accelerator computes, `p.grad` is an Offlo
 device are true, every operation fetches the value first, and what an operation changes in place is written back.
 
 Where the update runs in backward, the gradient is gone before user code could look at it. `p.grad` is then
-an AbsentGradient until `step()`: whatever touches it raises and names the way out. It never silently does
-nothing.
+an AbsentGradient until it is set to None: whatever touches it raises and names the way out, a backward that would
+add to it too. It never silently does nothing. `zero_grad(set_to_none=False)` makes it a gradient of zero.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -26,7 +27,7 @@ from torch.utils import _pytree as pytree
 from .errors import ConfigError, OffloadError
 from .landing import Landing
 from .optim import block_square_sums
-from .partition import GATHER_LOSS, Partition, StoredParam
+from .partition import GATHER_LOSS, Partition, StoredParam, absent_tensor
 from .squares import SquareSums, UnitSquares, pieces_of
 
 GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -42,18 +43,28 @@ _DESCRIPTIONS = {
 
 
 class AbsentGradient(torch.Tensor):
-    """A gradient that has been used up: its shape and type are true, everything else raises."""
+    """A gradient that has been used up: its shape and type are true, everything else raises, but for zeroing it."""
+
+    is_zeroed = False
+    """Whether it counts as a gradient of zero in the next step."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
         if func in _DESCRIPTIONS or name == "__repr__":
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if func in _ZEROING:
+            args[0].__dict__["is_zeroed"] |= func is torch.Tensor.zero_
+            return args[0]
         raise OffloadError(
             f"{name}() on a gradient that the update has already used: with offload_optimizer.update 'backward'"
             " gradients do not outlive backward; set update 'step', and clip with gradient_clipping or"
             " optimizer.clip_grad_norm_"
         )
+
+
+_ZEROING = {torch.Tensor.requires_grad_, torch.Tensor.detach_, torch.Tensor.zero_}
+"""What `zero_grad(set_to_none=False)` does to a gradient."""
 
 
 class OffloadedGradient(torch.Tensor):
@@ -83,8 +94,36 @@ class OffloadedGradient(torch.Tensor):
         for shown, value, version in fetched.values():
             if value._version != version:
                 vars(shown)["write"](value)
-                result = shown if result is value else result
+            see = functools.partial(_see_through, shown, value)
+            result = pytree.tree_map_only(torch.Tensor, see, result)
         return result
+
+
+def _see_through(shown: OffloadedGradient, value: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """A result that is the fetched value, or a view of it, shows the gradient too: writes to it must not be lost."""
+    if result is value:
+        return shown
+    if result.layout is not torch.strided or not result.numel():
+        return result
+    if result.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
+        return result
+    if result.dtype is not value.dtype:
+        raise OffloadError("a gradient in host memory cannot be viewed in another type; clone() it first")
+    layout = result.size(), result.stride(), result.storage_offset()
+    fetch_whole, write_whole = vars(shown)["fetch"], vars(shown)["write"]
+
+    def fetch() -> torch.Tensor:
+        part: torch.Tensor = fetch_whole().as_strided(*layout)
+        return part
+
+    def write(part: torch.Tensor) -> None:
+        whole = fetch_whole()
+        whole.as_strided(*layout).copy_(part)
+        write_whole(whole)
+
+    view = result.detach().as_subclass(OffloadedGradient)
+    view.fetch, view.write = fetch, write
+    return view
 
 
 class WaitingGradients:
@@ -114,11 +153,11 @@ class WaitingGradients:
         self._adding: set[StoredParam] = set()  # another gradient is to be added to what is there
         for stored in partition.trainable:
             view = stored.view_elements(self.planes[stored.unit])
+            if view.dtype != stored.dtype:
+                allow_grad_dtype(stored, view.dtype)
             if device is not None and stored.unit not in on_device:
                 self._offloaded.add(stored)
                 view = self._show_offloaded(stored, view, device)
-            elif view.dtype != stored.dtype:
-                allow_grad_dtype(stored, view.dtype)
             self._shown[stored] = view
 
     def is_offloaded(self, stored: StoredParam) -> bool:
@@ -132,6 +171,13 @@ class WaitingGradients:
             stored.param.grad = None
         else:
             self._adding.discard(stored)
+
+    def end_backward(self) -> None:
+        """Shows the gradients again to which nothing was added: `torch.autograd.grad` gives its own away."""
+        for stored in self._adding:
+            if stored.param.grad is None:
+                stored.param.grad = self._shown[stored]
+        self._adding.clear()
 
     def take(self, stored: StoredParam) -> None:
         """Moves the gradient that autograd has just made into the plane; sums made in place are there already."""
@@ -222,7 +268,7 @@ class WaitingGradients:
         def write(value: torch.Tensor) -> None:
             view.copy_(value)
 
-        shown = stored.absent.detach().as_subclass(OffloadedGradient)
+        shown = absent_tensor(tuple(view.shape), view.dtype, device).as_subclass(OffloadedGradient)
         shown.fetch, shown.write = fetch, write
         return shown
 
@@ -254,9 +300,8 @@ class PassingGradients:
         self._planes: dict[int, torch.Tensor] = {}
         self._present: dict[int, list[StoredParam]] = {}
         self._wait_for_slot = wait_for_slot
-        self._absent = {
-            stored: stored.absent.detach().as_subclass(AbsentGradient) for stored in partition.trainable
-        }
+        self._absent = {stored: _absent_gradient(stored) for stored in partition.trainable}
+        self._zeroed: set[StoredParam] = set()  # whose gradient is zero unless backward gives one
 
     def scratch(self, unit: int) -> torch.Tensor:
         """Bytes for use before the first gradient, to be left zero."""
@@ -291,6 +336,43 @@ class PassingGradients:
             present.append(stored)
         stored.param.grad = None
 
+    def begin_step(self, updated: Collection[int]) -> None:
+        """Takes note of gradients that were set to zero after the last step, and refuses those that were left.
+
+        Args:
+            updated: units that were updated in this step: there are none before its first backward.
+        """
+        if updated:
+            return
+        for stored, absent in self._absent.items():
+            if stored.param.grad is not absent:
+                continue
+            if not absent.is_zeroed:
+                raise OffloadError(
+                    f"{stored.name} still has its gradient of the last step, to which this one would be added: call"
+                    " optimizer.zero_grad() before backward, or set offload_optimizer.update to 'step'"
+                )
+            self._zeroed.add(stored)
+            stored.param.grad = None
+
+    def before_accumulation(self, stored: StoredParam) -> None:
+        """Autograd is about to add to ``p.grad``: not to one that the update has used."""
+        if stored.param.grad is self._absent[stored]:
+            raise late_gradient(stored)
+
+    def zeroed_units(self) -> set[int]:
+        """Units with a parameter whose gradient is zero, so far."""
+        return {stored.unit for stored in self._zeroed}
+
+    def add_zeros(self, unit: int) -> None:
+        """Gives those parameters of a unit their gradient of zero for which backward has given none."""
+        for stored in self._partition.trained[unit]:
+            if stored in self._zeroed:
+                self._zeroed.discard(stored)
+                if stored not in self._present.get(unit, ()):
+                    stored.param.grad = torch.zeros_like(stored.absent, memory_format=torch.contiguous_format)
+                    self.take(stored)
+
     def is_complete(self, unit: int) -> bool:
         """Whether every trained parameter of the unit has its gradient: but for those that a user has switched off
         meanwhile, as peft does with the adapters that are not active."""
@@ -301,7 +383,7 @@ class PassingGradients:
 
     def present(self, unit: int) -> list[StoredParam]:
         """The unit's parameters that have a gradient, in the order of their planes."""
-        return sorted(self._present[unit], key=lambda stored: stored.placed.offset)
+        return sorted(self._present[unit], key=lambda stored: (stored.placed.offset, stored.placed.end))
 
     def plane(self, unit: int) -> torch.Tensor:
         return self._planes[unit]
@@ -320,11 +402,15 @@ class PassingGradients:
         """Gives the unit's slot back and shows its gradients as absent."""
         for stored in self._present.pop(unit):
             stored.param.grad = self._absent[stored]
+            self._absent[stored].is_zeroed = False
         self._free(unit).append(self._planes.pop(unit))
 
     def discard(self) -> None:
         """Gives all slots back; their gradients are not wanted."""
         self._landing.settle()
+        for stored in self._zeroed:
+            stored.param.grad = self._absent[stored]
+        self._zeroed.clear()
         self._present.clear()
         for unit in list(self._planes):
             self._free(unit).append(self._planes.pop(unit))
@@ -336,21 +422,33 @@ class PassingGradients:
             " set offload_optimizer.update to 'step'"
         )
 
-    def clear_absent(self) -> None:
-        """Makes absent gradients None again: a new step begins."""
-        for stored in self._partition.trainable:
-            if isinstance(stored.param.grad, AbsentGradient):
-                stored.param.grad = None
-
     def poll(self) -> None:
         """Moves on what can move without waiting."""
         self._landing.poll()
 
     def close(self) -> None:
         """Leaves no absent gradient behind."""
-        self.clear_absent()
+        for stored, absent in self._absent.items():
+            if stored.param.grad is absent:
+                stored.param.grad = None
+        self._absent.clear()
         self._planes.clear()
         self._slots.clear()
+
+
+def late_gradient(stored: StoredParam) -> OffloadError:
+    """What is said of a gradient that comes after the update that should have had it."""
+    return OffloadError(
+        f"{stored.name} got a gradient after its unit was updated in this step: update 'backward'"
+        " allows one backward per step() and no second use in a recomputed part;"
+        " set offload_optimizer.update to 'step'"
+    )
+
+
+def _absent_gradient(stored: StoredParam) -> AbsentGradient:
+    absent = stored.absent.detach().as_subclass(AbsentGradient)
+    absent.is_zeroed = False
+    return absent
 
 
 def explain_not_finite(grads: Iterable[tuple[StoredParam, torch.Tensor]], *, may_be_absent: bool) -> str:

@@ -39,7 +39,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .engine import OffloadEngine
 from .errors import OffloadError
-from .gradients import WaitingGradients
+from .gradients import PassingGradients, WaitingGradients
 from .partition import StoredParam
 from .weights import Hold
 
@@ -115,9 +115,9 @@ class ModuleHooks:
         self._trainable = {param for param in engine.partition.of_param if param.requires_grad}
         for stored in engine.partition.trainable:
             self._handles.append(stored.param.register_post_accumulate_grad_hook(self._gradient_hook(stored)))
-            waiting = engine.gradients
-            if isinstance(waiting, WaitingGradients) and waiting.is_offloaded(stored):
-                self._handles.append(stored.param.register_hook(_accumulation_hook(waiting, stored)))
+            gradients = engine.gradients
+            if isinstance(gradients, PassingGradients) or gradients.is_offloaded(stored):
+                self._handles.append(stored.param.register_hook(self._accumulation_hook(gradients, stored)))
         if engine.weights.streamed:
             self._units_of = _units_of_modules(model, engine)
             for module in self._units_of:
@@ -135,6 +135,8 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Takes all hooks off. Idempotent."""
+        while self._frames:  # of a forward that Ctrl-C has ended, and nobody has asked since
+            self._frames.pop().close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -326,16 +328,18 @@ class ModuleHooks:
 
         return ready
 
+    def _accumulation_hook(
+        self, gradients: WaitingGradients | PassingGradients, stored: StoredParam
+    ) -> Callable[[torch.Tensor], None]:
+        def before(_grad: torch.Tensor) -> None:
+            self._open_backward()
+            gradients.before_accumulation(stored)
+
+        return before
+
     def _open_backward(self) -> None:
         if self._engine.begin_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self._engine.end_backward)
-
-
-def _accumulation_hook(waiting: WaitingGradients, stored: StoredParam) -> Callable[[torch.Tensor], None]:
-    def before(_grad: torch.Tensor) -> None:
-        waiting.before_accumulation(stored)
-
-    return before
 
 
 def _units_of_modules(model: nn.Module, engine: OffloadEngine) -> dict[nn.Module, tuple[int, ...]]:

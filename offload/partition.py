@@ -123,6 +123,12 @@ class StoredParam:
         if self.given == (self.param.data_ptr(), self.param._version - 1):
             self.given = (self.param.data_ptr(), self.param._version)
 
+    def outdate(self) -> None:
+        """Its value is about to change where autograd does not see it: graphs that have saved it cannot go on."""
+        torch.autograd.graph.increment_version(self.param)
+        if self.given is not None:
+            self.given = (self.param.data_ptr(), self.param._version)
+
     @property
     def is_absent(self) -> bool:
         """Whether reading the parameter gives the marker instead of its value."""
@@ -270,7 +276,8 @@ class Partition:
         """Points the unit's parameters at their bytes in ``plane`` (uint8)."""
         self._note_marked(unit)
         self._used_absent += [stored for stored in self.units[unit] if stored.is_saved and stored.is_absent]
-        self._lost += [stored.name for stored in self.units[unit] if stored.point(stored.view(plane))]
+        with torch.inference_mode(False):  # a view made in inference mode could not be trained afterwards
+            self._lost += [stored.name for stored in self.units[unit] if stored.point(stored.view(plane))]
 
     def note_written(self, unit: int, begin: int, end: int) -> None:
         """Bytes [begin, end) of the unit's plane have been written by us, and brought home."""
@@ -363,9 +370,9 @@ def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.empty(param.shape, device="meta").stride())
 
 
-def absent_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def absent_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
     """What stands for a tensor while its bytes are elsewhere. See Note [Absent parameters]."""
-    return _expanded(_marker(dtype), shape)
+    return _expanded(_marker(dtype, device), shape)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -393,4 +400,6 @@ def _marker(dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
 
 
 def _expanded(one: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if 0 in shape:
+        return one.new_empty(shape)  # whose strides torch compares with those of a gradient
     return one.expand(shape) if shape else one.reshape(())

@@ -12,7 +12,7 @@ the device it changes the device half, and the host bytes follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -22,7 +22,7 @@ from .ledger import Ledger
 from .lift import Lifts
 from .links import DeviceLinks, DoneTicket, ThenTicket, Ticket
 from .mover import Mover
-from .partition import Partition
+from .partition import Partition, StoredParam
 from .plan import MemoryPlan
 from .schedule import Phase
 from .store.swap import SwapStore
@@ -100,6 +100,11 @@ class ResidentWeights:
 
     def unit_at(self, tensor: torch.Tensor) -> int | None:
         return None
+
+    def outdate(self, params: Iterable[StoredParam]) -> None:
+        """The parameters are about to be updated: autograd is told, as by torch's own optimizers."""
+        for stored in params:
+            stored.outdate()
 
     def begin_update(self, unit: int, *, in_backward: bool) -> None:
         return None
@@ -308,6 +313,9 @@ class StreamedWeights:
 
     def refresh(self, unit: int) -> None:
         self.mover.refresh(unit)
+
+    def outdate(self, params: Iterable[StoredParam]) -> None:
+        """Nothing: what graphs have saved of units in slots is of a version that is asked when it is unpacked."""
 
     def begin_update(self, unit: int, *, in_backward: bool) -> None:
         """Makes the unit present where the update changes it, until :meth:`end_update`."""

@@ -151,7 +151,9 @@ class SwapDirectory:
         self._unlock()
 
     def remove(self) -> None:
-        """Removes the directory, whatever is in it."""
+        """Removes the directory, whatever is in it. Does nothing in a forked child."""
+        if os.getpid() != self._owner_pid:
+            return
         # The manifest goes first: half a directory must not look like a commit.
         with contextlib.suppress(OSError):
             for name in (*MANIFEST_NAMES, MEMBER_NAME):

@@ -181,6 +181,7 @@ def test_an_update_that_is_broken_off_stops_the_engine(update, swap_path, monkey
         x = batch(0).bfloat16()
         model(x).backward()
         optimizer.step()
+        optimizer.zero_grad()
 
         def interrupted(*_args):
             raise KeyboardInterrupt
