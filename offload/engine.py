@@ -84,12 +84,12 @@ class OffloadEngine:
         """Global norm of the gradients of the last step, before clipping."""
         self._store = store
         self._failure: BaseException | None = None
-        self._closed = False
-        self._owner_pid = os.getpid()
+        self._closed, self._owner_pid = False, os.getpid()
         self._updating = Unbroken(self.stop)
         self._on_close: list[Callable[[], None]] = []
         self.close_abandoned: Callable[[], bool] = lambda: False
         """Asks for the leases of forwards that have ended unheard; says whether there were any."""
+        self.give_up_reads = self.close_abandoned  # and for a lease that a running forward may do without
         self._in_backward = False
         self._holds: dict[int, Hold] = {}  # of units in backward, oldest first
         self._updated: set[int] = set()  # units updated in this step, where the update runs in backward
@@ -311,6 +311,7 @@ class OffloadEngine:
             return applied
 
     def _step_in_backward(self, passing: PassingGradients) -> bool:
+        passing.refuse_assigned()
         with self._updating:
             self.pipeline.drain()
         self.pipeline.cancel_announced()
@@ -362,7 +363,7 @@ class OffloadEngine:
 
     def _reclaim(self) -> bool:
         """A slot for weights is needed and all are held: let an update finish, or a hold for backward go."""
-        if self.close_abandoned():
+        if self.give_up_reads():
             return True
         with self._updating:
             if self.pipeline.give_way():

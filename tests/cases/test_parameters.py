@@ -5,12 +5,11 @@ Oracle: the same loop, written once, over a plain model with torch.optim.AdamW. 
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
 import torch
-from loops import ALL, STEP, Adapted, Branches, adamw, close, compare, rows, same_step, seeded
+from loops import ALL, STEP, Adapted, Branches, close, compare, rows, same_step, seeded
 from torch import nn
 from torch.nn import functional as F
 
@@ -63,20 +62,14 @@ def test_s05_a_penalty_outside_forward_over_attributes(home, first, prepare):
 
 @pytest.mark.parametrize("home", ALL)
 def test_s05_a_penalty_over_more_than_fits(home, prepare):
-    """An error that says what to do, and afterwards the run goes on."""
+    """Each weight is there while its norm is computed, and again when that is differentiated."""
 
     def loss_of(model):
         return model(rows(4)) + 1e-2 * sum(block.weight.norm() for block in model.blocks)
 
-    if home == "none":
-        compare(prepare, home, Elsewhere, same_step(loss_of))
-        return
-    model, optimizer = prepare(seeded(Elsewhere), home)
-    with pytest.raises(OffloadError, match=r"weight slots are in use .* inside `with offload.gather"):
-        loss_of(model)
-    plain = seeded(Elsewhere)
-    without = same_step(lambda m: m(rows(4)))
-    close(without(model, optimizer), without(plain, adamw(plain.parameters())))
+    _, optimizer, _ = compare(prepare, home, Elsewhere, same_step(loss_of))
+    plan = optimizer.engine.plan
+    assert home == "none" or plan.weight_slots < len(plan.inventory.units)
 
 
 @pytest.mark.parametrize("home", ALL)
@@ -113,42 +106,18 @@ def test_s05_a_penalty_differentiated_after_gather(home, prepare):
     same_step(lambda m: m(rows(4)))(model, optimizer)
 
 
-@pytest.mark.parametrize("home", ALL)
-def test_s05_a_penalty_outside_forward_over_parameters(home, prepare, caplog):
-    """``model.parameters()`` gives absent ones, which are NaN: so is the loss, and nothing is updated."""
+@pytest.mark.parametrize(
+    ("home", "first"), [*((home, False) for home in ALL), *((home, True) for home in ALL)]
+)
+def test_s05_a_penalty_outside_forward_over_parameters(home, first, prepare):
+    """``model.parameters()`` in a regulariser, before forward or after: plain PyTorch's loss and gradients."""
 
     def loss_of(model):
+        if first:
+            return 1e-2 * sum(p.norm() for p in model.parameters()) + model(rows(4))
         return model(rows(4)) + 1e-2 * sum(p.norm() for p in model.parameters())
 
-    if home == "none":
-        compare(prepare, home, Elsewhere, same_step(loss_of))
-        return
-    model, optimizer = prepare(seeded(Elsewhere), home)
-    text = r"the gradient of .*blocks.* is not finite .*inside `with offload.gather"
-    if home == "nvme":
-        assert math.isnan(same_step(loss_of, 1)(model, optimizer)[0])
-        assert re.search(text, caplog.text) and "step refused" in caplog.text
-    else:
-        with pytest.raises(OffloadError, match=text):
-            loss_of(model).backward()
-        with pytest.raises(OffloadError, match="the engine stopped in step 1"):
-            model.state_dict()
-        return
-    close(dict(model.state_dict()), dict(seeded(Elsewhere).state_dict()), rtol=0, atol=0)
-
-
-def test_s05_a_penalty_computed_before_forward_over_absent_parameters(prepare):
-    model, optimizer = prepare(seeded(Elsewhere), "nvme")
-    same_step(lambda m: m(rows(4)), 1)(model, optimizer)
-    stored = optimizer.engine.partition.of_param
-    penalty = sum(p.norm() for p in model.parameters() if stored[p].is_absent)
-    assert penalty.isnan()
-    with pytest.raises(
-        OffloadError, match=r"was computed with outside .* while absent, which gives NaN; .*gather"
-    ):
-        model(rows(4))
-    del penalty
-    same_step(lambda m: m(rows(4)), 1)(model, optimizer)
+    compare(prepare, home, Elsewhere, same_step(loss_of))
 
 
 def test_s05_a_penalty_over_present_parameters(prepare):
@@ -219,8 +188,8 @@ def test_s16_an_initialiser_elsewhere_is_kept_or_refused(home, init, how, prepar
             with torch.no_grad():
                 model(rows(4), range(6))
     except (OffloadError, RuntimeError) as error:
-        assert re.search(rf"{name}.*gather|single memory location", str(error))
-        if how == "data":  # still assigned, and refused again
+        assert re.search(rf"{name}.*gather", str(error))
+        if how == "data" and home == "none":  # still assigned, and refused again
             with pytest.raises(OffloadError, match="gather"):
                 model(rows(4), [1])
         else:
