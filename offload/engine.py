@@ -334,7 +334,7 @@ class OffloadEngine:
             )
             return False
         scale = min(1.0, self.clip_norm / (norm + 1e-6)) if self.clip_norm else 1.0
-        self.weights.enter(Phase.UPDATE)
+        self.weights.enter(Phase.UPDATE, updated={unit for unit, params in enumerate(present) if params})
         with self._updating:
             for unit, params in enumerate(present):
                 update = self._unit_update(unit, waiting.planes[unit], params, scale, lambda unit: None)

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -36,7 +37,7 @@ from .engine import OffloadEngine
 from .errors import OffloadError
 from .gradients import WaitingGradients
 from .packing import Packing, Saving
-from .partition import StoredParam
+from .partition import StoredParam, is_marker
 from .watched import unwatch, watch
 from .weights import Hold
 
@@ -297,7 +298,10 @@ class ModuleHooks:
     def _on_read(self, param: nn.Parameter) -> None:
         engine = self._engine
         stored = engine.partition.of_param.get(param)
-        if stored is None or stored.gathered is not None or self._reading or not engine.is_open:
+        if stored is None:
+            _refuse_wrapped(param)
+            return
+        if stored.gathered is not None or self._reading or not engine.is_open:
             return
         if self._frames and stored.unit in self._frames[-1].units:
             return
@@ -367,6 +371,17 @@ class ModuleHooks:
     def _end_backward(self) -> None:
         with Apart():
             self._engine.end_backward()
+
+
+def _refuse_wrapped(value: torch.Tensor) -> None:
+    """Raises for an absent parameter in the wrapper of a transform, which nobody can make present any more."""
+    while is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
+        if isinstance(value, nn.Parameter) and is_marker(value):
+            raise OffloadError(
+                f"an absent parameter of shape {tuple(value.shape)} has been given to a transform of torch.func; call"
+                " it inside `with offload.gather(parameters)`"
+            )
 
 
 def _accumulation_hook(waiting: WaitingGradients, stored: StoredParam) -> Callable[[torch.Tensor], None]:

@@ -5,8 +5,8 @@ Between uses a streamed parameter is of a class made here from its own, which di
 torch asks it before every function, method and attribute that is given the parameter. What needs no value is
 answered (shape, type, gradient), what would write is refused by name, and for everything else the parameter is made
 present for the call. While a forward of the engine's model uses it, it has its own class: computing costs nothing
-more, and compilers see ordinary parameters. What goes past torch's functions (`torch.tensor(p)`, foreign C++) finds
-the marker of an absent parameter, which is NaN.
+more, and compilers see ordinary parameters. What goes past torch's functions (`torch.tensor(p)`, a transform of
+torch.func or a TorchScript function applied to `p` itself, foreign C++) finds the marker of an absent parameter: NaN.
 """
 
 from __future__ import annotations
@@ -84,6 +84,11 @@ class Watched:
             if func == _GET_DATA:  # with the version counter of the parameter, so that writes are found
                 return args[0].detach()
             return func(*args, **kwargs)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Torch asks nobody before this one."""
+        with vars(self)[_KEY].reading():
+            return torch.Tensor.as_subclass(self, cls)  # type: ignore[arg-type]
 
 
 @functools.cache

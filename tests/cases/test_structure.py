@@ -15,6 +15,7 @@ from loops import (
     STEP,
     Adapted,
     Branches,
+    Experts,
     Unbiased,
     adamw,
     close,
@@ -119,23 +120,6 @@ class Evaluated(Unbiased):
         if ids.max() > 66:
             self.blocks[0](self.embed(ids.clamp(max=66)))
         return F.cross_entropy(self.logits(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-class Experts(nn.Module):
-    def __init__(self, fused):
-        super().__init__()
-        self.router = nn.Linear(17, 8, bias=False)
-        self.fused = nn.Parameter(torch.randn(8, 17, 17) / 4) if fused else None
-        self.experts = None if fused else nn.ModuleList(nn.Linear(17, 17) for _ in range(8))
-
-    def forward(self, x):
-        weight, chosen = (self.router(x) * 10).softmax(-1).max(-1)
-        out = torch.zeros_like(x)
-        for expert in chosen.unique().tolist():
-            at = chosen == expert
-            y = x[at] @ self.fused[expert] if self.experts is None else self.experts[expert](x[at])
-            out = out.index_put((at,), torch.tanh(y) * weight[at, None])
-        return out.square().mean() + (x.mean() - out.mean()).square()
 
 
 @pytest.mark.parametrize("home", ALL)
