@@ -35,7 +35,7 @@ from .models.conversion import PretrainedValues
 from .models.pretrained import build_meta_model, open_checkpoint
 from .optim import DeviceAdam, ShardOptimizer, make_optimizer
 from .optimizer import OffloadOptimizer
-from .partition import Partition
+from .partition import Partition, refuse_modules
 from .placement import Placement, nvme_path_of, placement_of, refuse_unbuilt, swap_paths_of
 from .plan import MemoryPlan
 from .resuming import Where, check_resumable, find_target
@@ -105,6 +105,7 @@ def prepare(
         inventory = dataclasses.replace(partition.inventory, library_bytes=library_bytes)
         has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
         placement = placement_of(settings, device_free_bytes=free_bytes, has_momentum=has_momentum)
+        refuse_modules(model, weights_are_streamed=placement.param_home == "nvme")
         if resume is False:
             ground = _new_run(settings, placement, inventory, ledger)
         else:

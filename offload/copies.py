@@ -19,6 +19,7 @@ from .access import read_weight
 from .engine import OffloadEngine
 from .errors import OffloadError
 from .partition import StoredParam
+from .watched import own_attributes
 
 _OF_PARAM = ("__reduce_ex__", "__deepcopy__")
 
@@ -55,7 +56,7 @@ class CopyHooks:
 
     def _reduce(self, stored: StoredParam, protocol: Any) -> Any:
         ordinary = self._ordinary(stored)
-        own = {key: value for key, value in stored.param.__dict__.items() if key not in _OF_PARAM}
+        own = {key: value for key, value in own_attributes(stored.param).items() if key not in _OF_PARAM}
         ordinary.__dict__.update(own)
         return ordinary.__reduce_ex__(protocol)
 

@@ -89,6 +89,7 @@ class OffloadEngine:
         self._on_close: list[Callable[[], None]] = []
         self.close_abandoned: Callable[[], bool] = lambda: False
         """Asks for the leases of forwards that have ended unheard; says whether there were any."""
+        self.give_up_reads = self.close_abandoned  # and for a lease that a running forward may do without
         self.before_change: Callable[[], None] = lambda: None
         """Called before an update, a value that is written, or the end changes what can be read."""
         self._in_backward = False
@@ -311,6 +312,7 @@ class OffloadEngine:
 
     def _step_in_backward(self, passing: PassingGradients) -> bool:
         passing.begin_step(self._updated)
+        passing.refuse_assigned()
         with self._updating:
             for unit in passing.zeroed_units() - self._updated:
                 self._update_passing(unit, passing)
@@ -335,7 +337,7 @@ class OffloadEngine:
             )
             return False
         scale = min(1.0, self.clip_norm / (norm + 1e-6)) if self.clip_norm else 1.0
-        self.weights.enter(Phase.UPDATE)
+        self.weights.enter(Phase.UPDATE, updated={unit for unit, params in enumerate(present) if params})
         with self._updating:
             for unit, params in enumerate(present):
                 update = self._unit_update(unit, waiting.planes[unit], params, scale, lambda unit: None)
@@ -365,7 +367,7 @@ class OffloadEngine:
 
     def _reclaim(self) -> bool:
         """A slot for weights is needed and all are held: let an update finish, or a hold for backward go."""
-        if self.close_abandoned():
+        if self.give_up_reads():
             return True
         with self._updating:
             if self.pipeline.give_way():
@@ -433,7 +435,6 @@ class OffloadEngine:
         """Brings bytes [begin, end) of a unit's weight plane, changed in host memory, home."""
         with self._guard():
             self.weights.put(unit, plane, begin, end)
-            self.partition.note_written(unit, begin, end)
 
     def read_chunk(self, chunk: Chunk) -> torch.Tensor:
         """The bytes of a chunk's state; where its home is host memory, the state itself."""

@@ -422,6 +422,16 @@ class PassingGradients:
             " set offload_optimizer.update to 'step'"
         )
 
+    def refuse_assigned(self) -> None:
+        """Raises where user code has put a gradient that nothing would take up."""
+        for stored in self._partition.trainable:
+            grad = stored.param.grad
+            if grad is not None and not isinstance(grad, AbsentGradient):
+                raise OffloadError(
+                    f"{stored.name}.grad has been assigned, and the update, which runs in backward, does not see"
+                    " it; set offload_optimizer.update to 'step'"
+                )
+
     def poll(self) -> None:
         """Moves on what can move without waiting."""
         self._landing.poll()

@@ -182,7 +182,7 @@ def bring_home(
     if source is None:
         for unit, params in enumerate(partition.units):
             for stored in params:
-                stored.param.data = stored.absent
+                stored.take(stored.absent)
             fetch_home(plan, unit, weights, states, _needed(store))
             weights.refresh(unit)
         return
@@ -256,7 +256,7 @@ class _WayHome:
             stored.write(plane, residual, value)
             is_absent = own.device.type == "cpu" and value.data_ptr() != own.data_ptr()
             self._before[stored] = own if is_absent else (own.device, own.dtype)
-            stored.param.data = stored.absent
+            stored.take(stored.absent)
 
     def send(self, unit: int) -> None:
         """Sends the planes home and waits for them."""
@@ -288,9 +288,9 @@ class _WayHome:
             for stored in partition.units[unit]:
                 before = self._before.get(stored)
                 if isinstance(before, torch.Tensor):
-                    stored.param.data = before
+                    stored.take(before)
                 elif before is not None:
-                    stored.param.data = stored.read(plane, residual).to(*before)
+                    stored.take(stored.read(plane, residual).to(*before))
 
     def _fetch(self, unit: int, plane: torch.Tensor, residual: torch.Tensor | None) -> None:
         self._weights.bring_back(unit, plane)

@@ -5,17 +5,12 @@ Note [What tells us that a weight is needed]
    unit is leased from before forward to after it.
 2. Reading a parameter as an attribute (``child.weight`` in a parent's forward, a weight shared without being
    tied): the module's dictionary of parameters notices, and the unit is leased until the forward that is
-   running ends.
-3. The gradient of a module's output arriving in backward: its unit is leased until its gradients are complete.
-4. Autograd unpacking a tensor that was saved as a view of a weight. Saved weights are packed as (unit,
-   offset, size, stride), so the graph holds no slot, and backward is right even where 1 to 3 said nothing.
-Only 4 is needed for a right backward, and only 1 and 2 for a right forward; the rest makes things early.
-
-Note [Saved tensors]
-Our pack hook is active during the outermost forward of the model. Inside a checkpointed block torch's own
-hook is, which saves nothing and runs the block again in backward; that inner forward keeps its unit present
-(what it saves are views of the slot, and the use count of the slot's storage protects it). All other tensors
-are saved as they are, with their version, because torch's check for in-place changes does not see packed ones.
+   running ends, or until its slot is needed.
+3. Torch computing with a parameter that no forward uses, however it was come by (`watched`): its unit is leased for
+   that one call.
+4. The gradient of a module's output arriving in backward: its unit is leased until its gradients are complete.
+5. Autograd unpacking a weight that it has saved (`packing`).
+Only 5 is needed for a right backward, and only 1 and 3 for a right forward; the rest makes things early.
 
 Note [Abandoned forwards]
 torch calls our hook after a forward that has raised an Exception, but not after one that Ctrl-C has ended. What
@@ -26,21 +21,26 @@ our first hook is not on the stack any more.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn.modules import module as nn_module
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from .apart import Apart, left_alone
 from .engine import OffloadEngine
 from .errors import OffloadError
 from .gradients import PassingGradients, WaitingGradients
-from .partition import StoredParam
+from .packing import Packing, Saving
+from .partition import StoredParam, is_marker
+from .watched import unwatch, watch
 from .weights import Hold
 
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
@@ -54,6 +54,7 @@ class WatchedParameters(dict[str, Any]):
         super().__init__(params)
         self._on_read = on_read
 
+    @left_alone
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
         if param is not None:
@@ -64,12 +65,13 @@ class WatchedParameters(dict[str, Any]):
 class _Frame:
     """One forward that is running: what it holds, and the hooks it has pushed."""
 
-    __slots__ = ("caller", "holds", "saving", "units")
+    __slots__ = ("caller", "holds", "read", "saving", "units")
 
-    def __init__(self, units: tuple[int, ...], caller: FrameType | None) -> None:
+    def __init__(self, units: tuple[int, ...], caller: FrameType) -> None:
         self.units, self.caller = units, caller
         self.holds: list[Hold] = []
-        self.saving: torch.autograd.graph.saved_tensors_hooks | None = None
+        self.read: dict[int, Hold] = {}  # units that it has only read a parameter of, the first one first
+        self.saving: Saving | None = None
 
     @property
     def is_abandoned(self) -> bool:
@@ -81,23 +83,36 @@ class _Frame:
 
     def close(self) -> None:
         if self.saving is not None:
-            _deactivate(self.saving)
-        for hold in self.holds:
+            self.saving.close()
+        for hold in (*self.holds, *self.read.values()):
             hold.close()
 
 
-class _PackedWeight:
-    """A saved view of a weight: where it lies in the weight plane of which unit, and of which version.
+class _Reading:
+    """Whom torch asks before it reads a parameter between uses."""
 
-    The version of a frozen weight is None: an update of an adapter beside it does not change it.
-    """
+    def __init__(self, hooks: ModuleHooks, stored: StoredParam) -> None:
+        self._hooks, self._stored = hooks, stored
 
-    __slots__ = ("dtype", "offset", "size", "stride", "unit", "version")
+    @property
+    def name(self) -> str:
+        return self._stored.name
 
-    def __init__(self, unit: int, version: int | None, tensor: torch.Tensor) -> None:
-        self.unit, self.version = unit, version
-        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
-        self.offset = tensor.storage_offset()
+    def reading(self) -> AbstractContextManager[None]:
+        return self._hooks.reading(self._stored)
+
+
+class _Gone:
+    """In place of it where the value went with its engine."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def reading(self) -> NoReturn:
+        raise OffloadError(
+            f"{self.name}: its value was on nvme and went with its engine, which is closed; read it before close(),"
+            " inside `with offload.gather(parameters)` or from state_dict()"
+        )
 
 
 class ModuleHooks:
@@ -106,9 +121,11 @@ class ModuleHooks:
     def __init__(self, model: nn.Module, engine: OffloadEngine) -> None:
         self._engine, self._model = engine, model
         engine.close_abandoned = self._close_abandoned
+        engine.give_up_reads = self._give_up_reads
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
         self._frames: list[_Frame] = []
+        self._packing = Packing(engine)
         self._reading = False
         self._units_of: dict[nn.Module, tuple[int, ...]] = {}
         self._run: set[nn.Module] = set()  # modules that have run in this forward
@@ -123,10 +140,15 @@ class ModuleHooks:
             for module in self._units_of:
                 self._watch(module)
             self._handles.append(nn_module.register_module_parameter_registration_hook(self._registered))
+            for stored in engine.partition.of_param.values():
+                stored.watcher = _Reading(self, stored)
+                stored.watch()
         self._units_of.setdefault(model, ())
         for module in self._units_of:
             self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True))
             self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
+        for stored in engine.partition.of_param.values():
+            stored.known_uses = stored.uses
 
     @property
     def ids(self) -> set[int]:
@@ -143,22 +165,31 @@ class ModuleHooks:
         for module in self._watched:
             module.__dict__["_parameters"] = dict(module._parameters)
         self._watched.clear()
+        for stored in self._engine.partition.of_param.values():
+            stored.watcher = None
+            unwatch(stored.param)
+            if stored.is_absent:
+                watch(stored.param, _Gone(stored.name))
 
     # -- forward ------------------------------------------------------------------------------------------
 
+    @left_alone
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling():
-            self._refuse_compiled()
+        caller = sys._getframe(1)
+        with Apart():
+            self._enter(module, caller)
+
+    def _enter(self, module: nn.Module, caller: FrameType) -> None:
         self._close_abandoned()
         recomputing = _in_backward()
-        frame = _Frame(self._units_of[module], sys._getframe(1))
+        frame = _Frame(self._units_of[module], caller)
         self._frames.append(frame)  # first, because `_after_forward` is called even if the rest fails
         if len(self._frames) == 1 and not recomputing:
             self._run.clear()
             if torch.is_grad_enabled():
                 self._refuse_unknown()
             self._engine.begin_forward(training=torch.is_grad_enabled())
-        held = {unit for outer in self._frames[:-1] for unit in outer.units}
+        held = self._held(self._frames[:-1])
         for unit in frame.units:
             if unit in held:
                 continue
@@ -167,36 +198,52 @@ class ModuleHooks:
             elif module in self._run:
                 self._engine.used_twice(unit)
             frame.holds.append(self._engine.lease(unit))
+            self._engine.partition.unwatch(unit)
         self._run.add(module)
-        if len(self._frames) == 1 and not recomputing and self._engine.weights.streamed:
-            frame.saving = self._save_weights()
+        frame.saving = self._packing.begin()
 
+    @left_alone
     def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
-        frame = self._frames.pop()
-        try:
-            if frame.holds and torch.is_grad_enabled():
-                self._announce_backward(frame.units, output)
-        finally:
-            frame.close()
+        with Apart():
+            frame = self._frames.pop()
+            try:
+                if frame.holds and torch.is_grad_enabled():
+                    self._announce_backward(frame.units, output)
+            finally:
+                self._close(frame)
 
-    def _refuse_compiled(self) -> None:
-        self._frames.append(_Frame((), None))  # `_after_forward` is called all the same
-        raise OffloadError(
-            "torch.compile of a module that the engine watches is not built: compiled code keeps tensors by address;"
-            " leave it out, or, where offload_param.device is 'none', compile block by block: block.compile()"
-        )
+    def _close(self, frame: _Frame) -> None:
+        frame.close()
+        for unit in {*frame.units, *frame.read} - self._held(self._frames):
+            self._engine.partition.watch(unit)
 
-    vars(_refuse_compiled)["_torchdynamo_disable"] = (
-        True  # called, not traced, and without importing the compiler
-    )
+    @staticmethod
+    def _held(frames: Iterable[_Frame]) -> set[int]:
+        return {unit for frame in frames for unit in (*frame.units, *frame.read)}
 
     def _close_abandoned(self) -> bool:
         """Closes forwards that have ended without our being told; whether there were any."""
         found = False
         while self._frames and self._frames[-1].is_abandoned:
-            self._frames.pop().close()
+            self._close(self._frames.pop())
             found = True
         return found
+
+    def _give_up_reads(self) -> bool:
+        """Lets the unit go that was read first of those that nobody needs to stay; whether there was one.
+
+        A parameter that is used once more is made present once more, and what has been computed with it keeps
+        its slot.
+        """
+        if self._close_abandoned():
+            return True
+        for frame in self._frames:
+            for unit in frame.read:
+                frame.read.pop(unit).close()
+                if unit not in self._held(self._frames):
+                    self._engine.partition.watch(unit)
+                return True
+        return False
 
     def _refuse_unknown(self) -> None:
         """Raises where a parameter would not be trained as its user thinks. Runs often: a bare walk."""
@@ -205,8 +252,8 @@ class ModuleHooks:
             module = modules.pop()
             modules += [child for child in module._modules.values() if child is not None]
             for param in module._parameters.values():
-                if param is None:
-                    continue
+                if not isinstance(param, nn.Parameter):
+                    continue  # one that `functional_call` has put there
                 stored = of_param.get(param)
                 if (param.requires_grad and param not in self._trainable) or (
                     stored is not None and stored.is_replaced
@@ -215,6 +262,8 @@ class ModuleHooks:
 
     def _refuse(self, param: nn.Parameter, stored: StoredParam | None) -> None:
         name = next(name for name, other in self._model.named_parameters() if other is param)
+        if stored is None and torch.compiler.is_exporting():
+            raise OffloadError("a prepared model cannot be exported; export it before offload.prepare")
         if stored is None:
             raise OffloadError(
                 f"{name} has come into the model after it was prepared, and would not be trained;"
@@ -234,9 +283,11 @@ class ModuleHooks:
     def _announce_backward(self, units: tuple[int, ...], output: Any) -> None:
         """Leases the units when the gradient of the output arrives."""
 
+        @left_alone
         def arrived(_grad: torch.Tensor) -> None:
-            for unit in units:
-                self._note_backward(unit)
+            with Apart():
+                for unit in units:
+                    self._note_backward(unit)
 
         for tensor in _tensors(output):
             if tensor.requires_grad:
@@ -258,62 +309,56 @@ class ModuleHooks:
     def _on_read(self, param: nn.Parameter) -> None:
         engine = self._engine
         stored = engine.partition.of_param.get(param)
-        if stored is None or stored.gathered is not None or self._reading or not engine.is_open:
+        if stored is None:
+            _refuse_wrapped(param)
             return
+        if stored.gathered is not None or self._reading or not engine.is_open:
+            return
+        if self._frames and stored.unit in self._frames[-1].units:
+            return
+        with Apart():
+            self._read_attribute(stored)
+
+    def _read_attribute(self, stored: StoredParam) -> None:
         self._close_abandoned()
-        if any(stored.unit in frame.units for frame in self._frames):
+        if stored.unit in self._held(self._frames):
             return
         self._reading = True
         try:
             if self._frames:
-                frame = self._frames[-1]
-                frame.holds.append(engine.lease(stored.unit))
-                frame.units = (*frame.units, stored.unit)
+                hold = self._engine.lease(stored.unit)
+                self._frames[-1].read[stored.unit] = hold
+                self._engine.partition.unwatch(stored.unit)
             else:
-                engine.use(stored.unit)
-                stored.look_at()
+                self._engine.use(stored.unit)
         finally:
             self._reading = False
 
-    # -- saved tensors ------------------------------------------------------------------------------------
+    @contextmanager
+    def reading(self, stored: StoredParam) -> Iterator[None]:
+        """Keeps a parameter present while torch computes with it. See `watched`, Note [Watched parameters].
 
-    def _save_weights(self) -> torch.autograd.graph.saved_tensors_hooks | None:
-        """Activates our saved-tensor hooks, unless a checkpoint around us has its own."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if outer is not None and "checkpoint" in getattr(outer[0], "__qualname__", ""):
-            return None
-        pack_other, unpack_other = outer if outer is not None else (_pack_versioned, _unpack_versioned)
-
-        def pack(tensor: torch.Tensor) -> Any:
-            unit = self._engine.weights.unit_at(tensor)
-            if unit is None:
-                return pack_other(tensor)
-            layout = self._engine.plan.inventory.units[unit]
-            frozen_begin = layout.elements * self._engine.plan.inventory.weight_itemsize
-            is_frozen = tensor.storage_offset() * tensor.element_size() >= frozen_begin
-            return _PackedWeight(unit, None if is_frozen else self._engine.version(unit), tensor)
-
-        def unpack(packed: Any) -> torch.Tensor:
-            if isinstance(packed, _PackedWeight):
-                return self._unpack_weight(packed)
-            tensor: torch.Tensor = unpack_other(packed)
-            return tensor
-
-        saving = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        saving.__enter__()
-        return saving
-
-    def _unpack_weight(self, packed: _PackedWeight) -> torch.Tensor:
-        engine = self._engine
-        if packed.version is not None and engine.version(packed.unit) != packed.version:
-            raise OffloadError(
-                f"weights of {engine.plan.inventory.units[packed.unit].name} were updated between a forward and"
-                " its backward; call backward before step(), and set offload_optimizer.update to 'step' where a"
-                " weight is used again after its gradient is complete"
-            )
-        engine.use(packed.unit)
-        plane = engine.weights.seen(packed.unit)
-        return plane.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+        What autograd saves of it outside a forward is packed, too, so that any number of weights may be used there.
+        """
+        saving: Saving | None = None
+        with Apart():
+            self._close_abandoned()
+            try:
+                hold = self._engine.lease(stored.unit)
+            except OffloadError as error:
+                raise OffloadError(f"{stored.name} cannot be read: {error}") from error
+            unwatch(stored.param)
+        try:
+            if not self._frames:
+                saving = self._packing.begin_alone()
+            yield
+        finally:
+            if saving is not None:
+                saving.close()
+            with Apart():
+                hold.close()
+                if stored.unit not in self._held(self._frames):
+                    stored.watch()
 
     # -- backward -----------------------------------------------------------------------------------------
 
@@ -322,24 +367,43 @@ class ModuleHooks:
         self._engine.before_backward(unit)
 
     def _gradient_hook(self, stored: StoredParam) -> Callable[[torch.Tensor], None]:
+        @left_alone
         def ready(_param: torch.Tensor) -> None:
-            self._open_backward()
-            self._engine.gradient_ready(stored)
+            with Apart():
+                self._open_backward()
+                self._engine.gradient_ready(stored)
 
         return ready
 
     def _accumulation_hook(
         self, gradients: WaitingGradients | PassingGradients, stored: StoredParam
     ) -> Callable[[torch.Tensor], None]:
+        @left_alone
         def before(_grad: torch.Tensor) -> None:
-            self._open_backward()
-            gradients.before_accumulation(stored)
+            with Apart():
+                self._open_backward()
+                gradients.before_accumulation(stored)
 
         return before
 
     def _open_backward(self) -> None:
         if self._engine.begin_backward():
-            torch.autograd.Variable._execution_engine.queue_callback(self._engine.end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        with Apart():
+            self._engine.end_backward()
+
+
+def _refuse_wrapped(value: torch.Tensor) -> None:
+    """Raises for an absent parameter in the wrapper of a transform, which nobody can make present any more."""
+    while is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
+        if isinstance(value, nn.Parameter) and is_marker(value):
+            raise OffloadError(
+                f"an absent parameter of shape {tuple(value.shape)} has been given to a transform of torch.func; call"
+                " it inside `with offload.gather(parameters)`"
+            )
 
 
 def _units_of_modules(model: nn.Module, engine: OffloadEngine) -> dict[nn.Module, tuple[int, ...]]:
@@ -370,18 +434,6 @@ def _own_params(module: nn.Module) -> Iterable[nn.Parameter]:
             yield from child.parameters()
 
 
-def _deactivate(saving: torch.autograd.graph.saved_tensors_hooks) -> None:
-    """Takes saved-tensor hooks off, also from below others that have been activated since."""
-    above = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        if top[0] is saving.pack_hook:
-            break
-        above.append(top)
-    for pack, unpack in reversed(above):
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
 def _tensors(output: Any) -> Iterable[torch.Tensor]:
     return (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
 
@@ -389,18 +441,3 @@ def _tensors(output: Any) -> Iterable[torch.Tensor]:
 def _in_backward() -> bool:
     task: int = torch._C._current_graph_task_id()
     return task != -1
-
-
-def _pack_versioned(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return tensor.detach(), tensor._version  # a node that saved its own output would keep itself alive
-
-
-def _unpack_versioned(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
-    tensor, version = packed
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation:"
-            f" [{tensor.dtype}, {list(tensor.shape)}] is at version {tensor._version};"
-            f" expected version {version} instead."
-        )
-    return tensor

@@ -16,7 +16,7 @@ backward (never for an update on the host, nor beyond the end of a backward, aft
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import Enum, auto
 
 import torch
@@ -154,9 +154,9 @@ class Mover:
         if copy.state is BlockState.LOADING:
             self._finish(unit)
 
-    def enter(self, phase: Phase, *, training: bool) -> None:
+    def enter(self, phase: Phase, *, training: bool, updated: Collection[int] | None = None) -> None:
         """Tells the scheduler that a phase begins, in which the unit used last counts as used anew."""
-        self.scheduler.enter(phase, self.residency.present, training=training)
+        self.scheduler.enter(phase, self.residency.present, training=training, updated=updated)
         self._last_used = -1
         self._wanted.clear()
 

@@ -1,32 +1,28 @@
 """Where a module's parameters lie: cuts a model into units and points parameters at their bytes.
 
 Note [Absent parameters]
-A parameter stays an ordinary nn.Parameter. While its unit is present, ``p.data`` is a view of the unit's
-weight plane. While it is absent, it is one NaN expanded to the true shape: shape, numel, dtype and device
-stay true, reading gives NaN (for integers the smallest value), never something plausible, and most writes in
-place raise. Those that torch lets through (fill_, zero_), writes to a present parameter, which would be gone
-with its slot, and a ``p.data`` that somebody else has assigned are found when the unit comes or goes next. torch
-does not count writes through ``p.data``: on the CPU a parameter that user code reads between forwards is known by
-the checksum of its bytes until they are updated.
+A parameter stays an nn.Parameter. While its unit is present, ``p.data`` is a view of the unit's weight plane. While
+it is absent, it is one NaN (for integers the smallest value) expanded to the true shape; torch asks us before it
+reads that, and makes it present, or writes to it, which is refused (`watched`, Note [Watched parameters]). Writes to
+the parameters of a module whose forward is running, which would be gone with their slot, and a ``p.data`` that
+somebody has assigned there are found when the unit comes or goes next.
 
 Note [Saved parameters]
 For an operation outside the model's forward (a penalty over ``block.weight``) autograd saves the parameter
 itself, not its value: backward would read whatever ``p.data`` is by then. The use count of the parameter
 tells: its Python object has one reference, autograd's accumulator of its gradient another, and every more is
-a node that has saved it. While there is one, the unit keeps its slot. A parameter that is saved when its unit
-comes was absent when it was computed with: the result is NaN, and that is said.
+a node that has saved it. While there is one, the unit keeps its slot. Where torch asks our pack hook (`packing`),
+as it does for nearly all, nothing of the kind is left in the graph.
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -34,7 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .errors import ConfigError, OffloadError
 from .inventory import Inventory, ParamInfo, PlacedParam, build_inventory
 from .optim import Span, kernels
-from .optim.checksum import crc32c
+from .watched import Watcher, unwatch, watch
 
 GATHER_LOSS = "compute such a loss, and call its backward, inside `with offload.gather(parameters)`"
 """What to do about a loss over parameters that are absent."""
@@ -63,10 +59,12 @@ class StoredParam:
     """What ``param.data`` is while the unit is absent. See Note [Absent parameters]."""
     gathered: torch.Tensor | None = None
     """The full value that user code works on inside `offload.gather`; it hides the slot."""
+    watcher: Watcher | None = None
+    """Whom torch asks before it reads the parameter between uses; None where its value is always there."""
+    known_uses: int = 0
+    """Uses by graphs that were there before the engine (a weight that `weight_norm` has computed)."""
     given: tuple[int, int] | None = None
     """Address and version of ``param.data`` as the engine has left it; None where nobody needs to know."""
-    looked_at: int | None = None
-    """Checksum of its bytes when user code took it between forwards. See Note [Absent parameters]."""
     step: int = 0
     """Updates this parameter has had (torch counts them per parameter)."""
 
@@ -81,7 +79,6 @@ class StoredParam:
     def next_span(self) -> Span:
         """Its elements in its next update, which is counted."""
         self.step += 1
-        self.looked_at = None  # what user code has written since is the weight that is updated
         return Span(self.placed.begin, self.placed.end, self.step, element=self.element)
 
     def point(self, data: torch.Tensor) -> bool:
@@ -90,33 +87,31 @@ class StoredParam:
         Returns:
             Whether user code has written to what it pointed at before, and the write is lost.
         """
+        unwatch(self.param)
         if self.gathered is not None:
             if (
                 self.given is not None
             ):  # else it has been pointed there, and may be user code's own tensor by now
-                self.param.data, self.given, self.looked_at = self.gathered, None, None
+                self.param.data, self.given = self.gathered, None
             return False
         param, is_written = self.param, False
-        if self.given is not None:
-            address = param.data_ptr()
-            if address == self.given[0] == data.data_ptr():
-                return False
-            is_written = self.given != (address, param._version)
-        if self.looked_at is not None:
-            is_written = is_written or self._checksum() != self.looked_at
-            self.looked_at = None
-        param.data = data
-        self.given = (param.data_ptr(), param._version)
+        address = param.data_ptr()
+        if self.given is None or not address == self.given[0] == data.data_ptr():
+            is_written = self.given is not None and self.given != (address, param._version)
+            param.data = data
+            self.given = (param.data_ptr(), param._version)
+        self.watch()
         return is_written
 
-    def look_at(self) -> None:
-        """User code takes the present parameter between forwards, and may write to its bytes."""
-        if self.looked_at is None and not self.is_replaced and self.param.device == CPU:
-            self.looked_at = self._checksum()
+    def watch(self) -> None:
+        """Between uses, torch asks the watcher. See `watched`, Note [Watched parameters]."""
+        if self.watcher is not None and self.gathered is None:
+            watch(self.param, self.watcher)
 
-    def _checksum(self) -> int:
-        flat = self.param.data.as_strided((self.param.numel(),), (1,)).view(torch.uint8)
-        return int(crc32c(flat, np.array([0, flat.numel()], np.uint64))[0])
+    def take(self, data: torch.Tensor) -> None:
+        """Makes ``data`` the parameter's, whatever it was."""
+        unwatch(self.param)
+        self.param.data = data
 
     def expect_reset(self) -> None:
         """Somebody has put the parameter's own bytes back into it, which torch counts as a write."""
@@ -132,18 +127,31 @@ class StoredParam:
     @property
     def is_absent(self) -> bool:
         """Whether reading the parameter gives the marker instead of its value."""
-        return bool(self.absent.numel()) and self.param.data_ptr() == self.absent.data_ptr()
+        return bool(self.absent.numel()) and self._address == self.absent.data_ptr()
 
     @property
     def is_saved(self) -> bool:
         """Whether a graph that has not been differentiated holds it. See Note [Saved parameters]."""
-        count: int = self.param._use_count()  # type: ignore[attr-defined]
-        return count > (2 if self.trainable else 1)
+        uses = self.uses
+        self.known_uses = min(self.known_uses, uses)
+        return uses > self.known_uses
+
+    @property
+    def uses(self) -> int:
+        """How many nodes of graphs hold it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            count: int = self.param._use_count()  # type: ignore[attr-defined]
+        return max(count - (2 if self.trainable else 1), 0)
 
     @property
     def is_replaced(self) -> bool:
         """Whether somebody else has assigned ``param.data``."""
-        return self.given is not None and self.param.data_ptr() != self.given[0]
+        return self.given is not None and self._address != self.given[0]
+
+    @property
+    def _address(self) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.param.data_ptr()
 
     def view(self, plane: torch.Tensor) -> torch.Tensor:
         """This parameter in its unit's weight plane (uint8)."""
@@ -237,7 +245,6 @@ class Partition:
         self._marker_bytes: list[memoryview] = []  # and their bytes: comparing those asks torch nothing
         self._unmarked: list[bytes] = []
         self._lost: list[str] = []  # parameters that user code has written to, in vain
-        self._used_absent: list[StoredParam] = []  # parameters that user code has computed with while absent
         for unit, layout in enumerate(self.inventory.units):
             stored = []
             markers = torch.full((len(layout.params),), math.nan, dtype=self.dtype, device=device)
@@ -275,15 +282,8 @@ class Partition:
     def attach(self, unit: int, plane: torch.Tensor) -> None:
         """Points the unit's parameters at their bytes in ``plane`` (uint8)."""
         self._note_marked(unit)
-        self._used_absent += [stored for stored in self.units[unit] if stored.is_saved and stored.is_absent]
         with torch.inference_mode(False):  # a view made in inference mode could not be trained afterwards
             self._lost += [stored.name for stored in self.units[unit] if stored.point(stored.view(plane))]
-
-    def note_written(self, unit: int, begin: int, end: int) -> None:
-        """Bytes [begin, end) of the unit's plane have been written by us, and brought home."""
-        for stored in self.units[unit]:
-            if stored.placed.offset < end and begin < stored.placed.offset + stored.placed.info.nbytes:
-                stored.looked_at = None
 
     def refuse_misuse(self) -> None:
         """Raises OffloadError, once, for what user code has done to parameters that were not there."""
@@ -293,22 +293,21 @@ class Partition:
                 f"{names} was written to while absent, or in a slot that it has left, and the write is lost;"
                 " write inside `with offload.gather(parameters, modify=True)`"
             )
-        if self._used_absent:
-            gc.collect()  # a graph that nobody has any more may hang in a cycle, as after an exception
-            used = [stored.name for stored in dict.fromkeys(self._used_absent) if stored.is_saved]
-            self._used_absent.clear()
-            if not used:
-                return
-            names = ", ".join(used)
-            raise OffloadError(
-                f"{names} was computed with outside the model's forward while absent, which gives NaN;"
-                f" {GATHER_LOSS}"
-            )
 
     def detach(self, unit: int, *, only_trained: bool = False) -> None:
         """Makes the unit's parameters absent. See Note [Absent parameters]."""
         members = self.trained[unit] if only_trained else self.units[unit]
         self._lost += [stored.name for stored in members if stored.point(stored.absent)]
+
+    def watch(self, unit: int) -> None:
+        """No forward uses the unit now."""
+        for stored in self.units[unit]:
+            stored.watch()
+
+    def unwatch(self, unit: int) -> None:
+        """A forward uses the unit: its parameters are present, and ordinary ones."""
+        for stored in self.units[unit]:
+            unwatch(stored.param)
 
     def is_gathered(self, unit: int) -> bool:
         """Whether user code works on full values of all of the unit's parameters, and needs no slot for them."""
@@ -344,6 +343,22 @@ class Partition:
     def _compute_dtype(self, param: nn.Parameter) -> torch.dtype:
         """Floating-point parameters are computed in the run's precision; all others stay as they are."""
         return self.dtype if param.is_floating_point() else param.dtype
+
+
+def refuse_modules(model: nn.Module, *, weights_are_streamed: bool) -> None:
+    """Raises ConfigError for modules that train as nothing here could follow."""
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"{name}: gradients of layout sparse are not supported; set {name}.sparse = False"
+            )
+        if module.max_norm is not None and weights_are_streamed:
+            raise ConfigError(
+                f"{name}: max_norm writes to the weights in forward, which is lost where they are on nvme; set"
+                f" {name}.max_norm = None, or offload_param.device to 'cpu'"
+            )
 
 
 def _groups_by_param(
@@ -384,9 +399,10 @@ def is_marker(value: object) -> bool:
     """Whether a tensor stands for one whose bytes are elsewhere, or gone."""
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return False
-    if any(stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1):
-        return False
-    one = value.detach()[(0,) * value.ndim]
+    with torch._C.DisableTorchFunctionSubclass():
+        if any(stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1):
+            return False
+        one = value.detach()[(0,) * value.ndim]
     return (
         bool(one.isnan()) if one.is_floating_point() else bool(one == _marker(value.dtype)[0].to(one.device))
     )

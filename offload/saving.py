@@ -444,8 +444,6 @@ class SavedEngine(OffloadEngine):
                 self.weights.mover.end_change(unit)
         if isinstance(self.weights, StreamedWeights):
             self.weights.mover.reload()
-        for stored in self.partition.of_param.values():
-            stored.looked_at = None
 
     def _restore(self, state: TrainingState, *, is_committed: bool = True) -> None:
         restore(self, self._owned_model(), state, self._parts)

@@ -75,12 +75,12 @@ class PrefetchScheduler:
         self.unit_count = unit_count
         self.micro_batches = micro_batches
         self.updated_by_compute = frozenset(updated_by_compute)
-        self._slot_count = slot_count
+        self._slot_count, self._update = slot_count, tuple(update)
         self._ahead = max(1, min(AHEAD_MAX, slot_count // 2))
         self._orders: dict[Phase, tuple[int, ...]] = {
             Phase.FORWARD: forward,
             Phase.BACKWARD: forward[::-1] if backward is None else tuple(backward),
-            Phase.UPDATE: tuple(update),
+            Phase.UPDATE: self._update,
         }
         self._seen: list[int] = []
         self._now = self._next = _Position(Phase.FORWARD, 0, 0, training=True)
@@ -94,14 +94,25 @@ class PrefetchScheduler:
         """The order of units in a phase, as far as it is known."""
         return self._orders[phase]
 
-    def enter(self, phase: Phase, present: Collection[int], *, training: bool = True) -> None:
+    def enter(
+        self,
+        phase: Phase,
+        present: Collection[int],
+        *,
+        training: bool = True,
+        updated: Collection[int] | None = None,
+    ) -> None:
         """Starts a phase.
 
         Args:
             present: units that hold a slot, for a new start where the phase was not the expected one.
             training: False for a forward that no backward follows (evaluation, generation).
+            updated: of an update, the units that it changes, where those are not all: an idle expert is not.
         """
         changed = self._adopt(phase)
+        if updated is not None:
+            order = tuple(unit for unit in self._update if unit in updated)
+            changed, self._orders[phase] = changed or order != self._orders[phase], order
         self._seen = []
         expected = self._normalised(self._now)
         self._now = _Position(phase, self._micro_batch(phase, training), 0, training)

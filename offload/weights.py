@@ -12,7 +12,7 @@ the device it changes the device half, and the host bytes follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -50,7 +50,7 @@ class ResidentWeights:
     def __init__(self, partition: Partition, planes: Sequence[torch.Tensor]) -> None:
         self._partition, self._planes = partition, [*planes]
 
-    def enter(self, phase: Phase, *, training: bool = True) -> None:
+    def enter(self, phase: Phase, *, training: bool = True, updated: Collection[int] | None = None) -> None:
         return None
 
     def use(self, unit: int) -> None:
@@ -264,11 +264,11 @@ class StreamedWeights:
         storage = tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
         return self.mover.unit_at(storage)
 
-    def enter(self, phase: Phase, *, training: bool = True) -> None:
-        """Tells the scheduler that a phase begins."""
+    def enter(self, phase: Phase, *, training: bool = True, updated: Collection[int] | None = None) -> None:
+        """Tells the scheduler that a phase begins; of an update, also which units it changes."""
         self.end_backward()
         self._in_backward = phase is Phase.BACKWARD
-        self.mover.enter(phase, training=training)
+        self.mover.enter(phase, training=training, updated=updated)
 
     def use(self, unit: int) -> None:
         self.mover.use(unit)

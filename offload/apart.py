@@ -1,0 +1,59 @@
+"""The engine's own work inside user code: apart from whatever watches, traces or transforms what users compute.
+
+Hooks run in the middle of a forward, where torch.compile may be tracing, a checkpoint be recording what it sees, or
+torch.func be differentiating. None of that is meant for the engine's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, TypeVar
+
+import torch
+from torch._C._dynamo import eval_frame  # in C: `torch._dynamo` itself takes seconds to import
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def left_alone(hook: Hook) -> Hook:
+    """torch.compile does not look into the hook: it compiles what comes before and after it."""
+    _skip(hook.__code__)
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    hook._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "offload moves weights here; compile without fullgraph=True, or compile the parts between"
+    )
+    return hook
+
+
+def _skip(code: CodeType) -> None:
+    if hasattr(eval_frame, "skip_code"):  # torch < 2.7
+        eval_frame.skip_code(code)
+        return
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(
+        code, eval_frame._FrameExecStrategy(skip, eval_frame._FrameAction.DEFAULT)
+    )
+
+
+class Apart:
+    """While open: no compiler, no mode, no transform and no tensor subclass sees what torch is asked to do."""
+
+    __slots__ = ("_guards", "_tracing")
+
+    @left_alone
+    def __enter__(self) -> None:
+        self._tracing = eval_frame.set_eval_frame(None)
+        self._guards = (
+            torch._C.DisableTorchFunction(),
+            torch._C._DisableTorchDispatch(),
+            torch._C._DisableFuncTorch(),
+        )
+        for guard in self._guards:
+            guard.__enter__()
+
+    @left_alone
+    def __exit__(self, *error: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)
+        eval_frame.set_eval_frame(self._tracing)
