@@ -20,6 +20,7 @@ from random_loops import EDITS, LOOKS, SETTINGS, TRAIN_ONCE, TRAIN_TWICE, ZEROES
 from random_models import FORMS, KINDS
 from random_runs import check, draw
 
+from offload.accel import ENVIRONMENT
 from offload.engine import OffloadEngine
 from offload.gradients import PassingGradients
 from offload.hooks import ModuleHooks
@@ -29,6 +30,8 @@ from offload.partition import Partition, StoredParam
 
 VARIABLE = "OFFLOAD_SEEDS"
 COUNT, SOAK_COUNT, BATCH = 200, 5000, 20
+COUNT_SIMULATED = 40
+"""Where every placement is on a simulated accelerator, which is slow: `make simulated` does that many times."""
 TRIES = 30
 """Seeds in which a mutation has to be found, from the one that is named on."""
 
@@ -60,8 +63,9 @@ def run_all(seeds: range) -> None:
 
 def pytest_generate_tests(metafunc):
     if "seeds" in metafunc.fixturenames:
+        count = COUNT_SIMULATED if os.environ.get(ENVIRONMENT) else COUNT
         is_soak = metafunc.function is test_as_plain_pytorch_for_long
-        chosen = batches(COUNT, SOAK_COUNT, 200) if is_soak else batches(0, COUNT, BATCH)
+        chosen = batches(COUNT, SOAK_COUNT, 200) if is_soak else batches(0, count, BATCH)
         metafunc.parametrize("seeds", chosen, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
 
 
@@ -154,6 +158,7 @@ MUTATIONS = {
 """Where, what takes its place, and a seed that finds it."""
 
 
+@pytest.mark.usefixtures("the_cpu_computes")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mistake_is_found(name, monkeypatch):
     owner, attribute, mistake, seed = MUTATIONS[name]
