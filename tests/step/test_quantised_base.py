@@ -216,7 +216,7 @@ class Wrapped(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].code, args[0].scale)
-        raise NotImplementedError(func)
+        raise TypeError(f"{func} of a wrapped tensor")
 
 
 def test_tensors_made_of_others_are_refused_by_name(swap_path):
