@@ -132,14 +132,14 @@ COMPILED = {
 )  # torch looks at that of an activation between two graphs
 @pytest.mark.parametrize("home", ALL)
 @pytest.mark.parametrize("what", COMPILED)
-def test_s02_compiled(what, home, prepare, dynamo):
+def test_s02_compiled(what, home, prepare, dynamo, the_cpu_computes):
     plain, (model, optimizer) = seeded(Chain), prepare(seeded(Chain), home)
     expected = same_step(lambda m: m(rows(4)), 3)(plain, adamw(plain.parameters()))
     close(same_step(lambda m: m(rows(4)), 3)(COMPILED[what](model), optimizer), expected)
     close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-def test_s02_compiled_into_one_graph_is_refused(prepare, dynamo):
+def test_s02_compiled_into_one_graph_is_refused(prepare, dynamo, the_cpu_computes):
     model, _ = prepare(seeded(Chain), "nvme")
     with pytest.raises(Exception, match="offload moves weights here; compile without fullgraph=True"):
         torch.compile(model, backend="eager", fullgraph=True)(rows(4))

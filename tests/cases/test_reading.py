@@ -140,12 +140,14 @@ PAST_TORCH = {
 
 @pytest.mark.parametrize("way", PAST_TORCH)
 def test_s16_writing_past_torch_is_found_later(way, prepare):
-    model, _ = prepare(seeded(Branches), "nvme")
+    model, optimizer = prepare(seeded(Branches), "nvme")
     with torch.no_grad():
         PAST_TORCH[way](dict(model.named_parameters())["layers.3.0.weight"])
-        with pytest.raises(OffloadError, match=r"layers\.3\.0\.weight was written to .*offload\.gather"):
-            for _ in range(2):
-                model(rows(4), range(6))
+    with pytest.raises(OffloadError, match=r"layers\.3\.0\.weight was written to .*offload\.gather"):
+        with torch.no_grad():
+            model(rows(4), range(6))
+            model(rows(4), range(6))
+        same_step(lambda m: m(rows(4), range(6)), 3)(model, optimizer)
 
 
 @pytest.mark.parametrize("home", ["none", "nvme", "nvme-backward"])
