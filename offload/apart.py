@@ -17,7 +17,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def left_alone(hook: Hook) -> Hook:
-    """torch.compile does not look into the hook: it compiles what comes before and after it."""
+    """torch.compile does not look into the hook, nor into what it calls: it compiles what is before and after it."""
     _skip(hook.__code__)
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]
     hook._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
@@ -31,9 +31,7 @@ def _skip(code: CodeType) -> None:
         eval_frame.skip_code(code)
         return
     skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(
-        code, eval_frame._FrameExecStrategy(skip, eval_frame._FrameAction.DEFAULT)
-    )
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
 
 
 class Apart:

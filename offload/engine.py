@@ -298,7 +298,7 @@ class OffloadEngine:
 
     def step(self) -> bool:
         """Applies the gradients. False where a gradient was not finite and the whole step was refused."""
-        with self._guard():
+        with self._guard(), torch._C.DisableTorchFunctionSubclass():
             self._break_off_backward()
             if isinstance(self.gradients, PassingGradients):
                 applied = self._step_in_backward(self.gradients)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from .apart import Apart
+from .apart import Apart, left_alone
 from .engine import OffloadEngine
 from .errors import OffloadError
 
@@ -76,6 +76,7 @@ class Packing:
             return None  # inside a transform of torch.func
         pack_other, unpack_other = outer if outer is not None else (_pack_versioned, _unpack_versioned)
 
+        @left_alone
         def pack(tensor: torch.Tensor) -> Any:
             unit = self._engine.weights.unit_at(tensor) if _has_memory(tensor) else None
             if unit is None:
@@ -85,6 +86,7 @@ class Packing:
             is_frozen = tensor.storage_offset() * tensor.element_size() >= frozen_begin
             return _PackedWeight(unit, None if is_frozen else self._engine.version(unit), tensor)
 
+        @left_alone
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, _PackedWeight):
                 with Apart():

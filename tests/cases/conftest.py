@@ -34,7 +34,7 @@ def prepare(swap_path):
     """Prepares a model at a home (``nvme-backward``: updated in backward); closes the engines at the end."""
     engines = []
 
-    def call(model, home, params=None, *, precision="fp32", chunk=1000, **settings):
+    def call(model, home, params=None, *, precision="fp32", chunk=1000, merge=None, **settings):
         device, _, update = home.partition("-")
         place = {"device": device, "nvme_path": str(swap_path)}
         config = {
@@ -48,6 +48,9 @@ def prepare(swap_path):
             },
             **settings,
         }
+        for name, values in (merge or {}).items():
+            section = config["zero_optimization"]
+            section[name] = {**section[name], **values} if isinstance(values, dict) else values
         model, optimizer = offload.prepare(model, config, params)
         engines.append(optimizer.engine)
         return model, optimizer

@@ -147,6 +147,29 @@ def test_n06_a_step_count_that_jumps(home, prepare):
 
 
 @pytest.mark.parametrize("home", STEP)
+@pytest.mark.parametrize("clip", [0.1, 0, None])
+def test_n11_the_norm_is_that_before_clipping_and_the_gradient_that_after(clip, home, prepare):
+    """Adam without moments and with an eps that dwarfs the gradient steps by lr / eps times it: by the gradient."""
+    plain = seeded(mlp_a)
+    loss_of = lambda model: 100 * model(rows(8)).square().mean()  # noqa: E731
+    loss_of(plain).backward()
+    norm = norm_of(plain)
+    assert norm > 1
+    exact = {"type": "AdamW", "params": {"lr": 1e4, "eps": 1e4, "betas": [0.0, 0.0], "weight_decay": 0.0}}
+    model, optimizer = prepare(seeded(mlp_a), home, optimizer=exact, gradient_clipping=clip)
+    loss_of(model).backward()
+    optimizer.step()
+    assert optimizer.engine.grad_norm == pytest.approx(norm, rel=1e-5)
+    after = model.state_dict()
+    applied = torch.cat(
+        [(p.detach() - after[name]).flatten() for name, p in seeded(mlp_a).named_parameters()]
+    )
+    assert applied.norm().item() == pytest.approx(clip or norm, rel=2e-2)
+    if clip:
+        assert applied.norm().item() <= clip * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("home", STEP)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_n12_a_step_that_is_not_finite_is_refused_whole(precision, home, prepare, caplog):
     """Inf in one element at step 3, NaN at step 5: afterwards as if these batches had never been."""

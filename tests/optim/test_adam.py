@@ -94,14 +94,14 @@ def test_any_beta1_equals_torch(beta1: float) -> None:
 
 @pytest.mark.parametrize("numel", NUMELS)
 @pytest.mark.parametrize("format_", FORMATS)
-def test_every_length_equals_torch_and_stays_inside(format_: str, numel: int) -> None:
+def test_n18_every_length_equals_torch_and_stays_inside(format_: str, numel: int) -> None:
     """N18, with canaries around."""
     assert_tracks_torch(numel, format_, steps=3)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("adamw_mode", [True, False])
-def test_instruction_sets_give_the_same_bits(format_: str, adamw_mode: bool) -> None:
+def test_n19_instruction_sets_give_the_same_bits(format_: str, adamw_mode: bool) -> None:
     """N19: N18 on each."""
     weight_format, grad_format = format_.split("/")
     for numel in NUMELS:

@@ -100,7 +100,7 @@ def test_the_extension_itself_refuses_sizes_that_do_not_fit() -> None:
         _adam.join_master(np.zeros(10, np.uint16), np.zeros(10, np.int16), short, threads=1, isa="scalar")
 
 
-def test_isas_end_with_scalar_and_an_unsupported_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_n19_isas_end_with_scalar_and_an_unsupported_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """N19."""
     assert kernels.isas()[-1] == "scalar"
     assert set(kernels.isas()) <= {"avx512", "avx2", "scalar"}
@@ -255,7 +255,7 @@ def test_a_missing_extension_is_explained(monkeypatch: pytest.MonkeyPatch) -> No
     assert raised.value.__cause__ is not None
 
 
-def test_wide_instructions_stay_in_the_dispatched_kernels() -> None:
+def test_a04_wide_instructions_stay_in_the_dispatched_kernels() -> None:
     """A04: a build dies of an illegal instruction elsewhere if one wide instruction leaks into common code."""
     objdump = shutil.which("objdump")
     if objdump is None:

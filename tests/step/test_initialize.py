@@ -258,7 +258,7 @@ def test_unfinished_window_stays_pending(begin, tmp_path, state):
     assert_same_weights(engine, plain, rtol=1e-5, atol=1e-7)
 
 
-def test_both_rhythms_train_the_same(begin):
+def test_n05_both_rhythms_train_the_same(begin):
     """N05: a loop that calls step() each time, and one that counts itself and calls it every 4th time."""
     data = batches(8)
     each, *_ = begin(config=config_of(4))
@@ -300,7 +300,7 @@ def test_loss_is_divided_once(begin):
     torch.testing.assert_close(engine.module.norm.weight.grad, once)
 
 
-def test_gradients_add_up_without_a_window(begin):
+def test_n04_gradients_add_up_without_a_window(begin):
     """N01, N04: accumulation 1, backward of four parts, one step; with and without no_sync."""
     data = batches(1, rows=8)[0]
     plain = net()
