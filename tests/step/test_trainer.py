@@ -15,7 +15,7 @@ pytest.importorskip("peft")
 from safetensors import safe_open  # noqa: E402
 from trainer_runs import BACKWARD, NONE, NVME, Rows, WithBuffers, llama, lora, outcome_of, train, trainer_over  # noqa: E402
 
-from offload.errors import CheckpointError, ConfigError, OffloadError  # noqa: E402
+from offload.errors import CheckpointError, ConfigError  # noqa: E402
 from offload.integrations.transformers import EngineCheckpoints  # noqa: E402
 from offload.integrations.transformers import Trainer as StreamingTrainer  # noqa: E402
 
