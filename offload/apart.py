@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame  # in C: `torch._dynamo` itself takes seconds to import
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -35,18 +36,19 @@ def _skip(code: CodeType) -> None:
 
 
 class Apart:
-    """While open: no compiler, no mode, no transform and no tensor subclass sees what torch is asked to do."""
+    """While open: no compiler, no mode, no transform and no tensor subclass sees what torch is asked to do.
+
+    But for dispatch modes that say they are the engine's own (``sees_engine``), where there is no other.
+    """
 
     __slots__ = ("_guards", "_tracing")
 
     @left_alone
     def __enter__(self) -> None:
         self._tracing = eval_frame.set_eval_frame(None)
-        self._guards = (
-            torch._C.DisableTorchFunction(),
-            torch._C._DisableTorchDispatch(),
-            torch._C._DisableFuncTorch(),
-        )
+        self._guards = [torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch()]
+        if not _only_ours():
+            self._guards.append(torch._C._DisableTorchDispatch())
         for guard in self._guards:
             guard.__enter__()
 
@@ -55,3 +57,10 @@ class Apart:
         for guard in reversed(self._guards):
             guard.__exit__(None, None, None)
         eval_frame.set_eval_frame(self._tracing)
+
+
+def _only_ours() -> bool:
+    """Whether every dispatch mode that is active belongs to the engine."""
+    if not torch._C._len_torch_dispatch_stack():
+        return True
+    return all(getattr(mode, "sees_engine", False) for mode in _get_current_dispatch_mode_stack())

@@ -358,6 +358,7 @@ class _Watch(TorchDispatchMode):
 
     owners: ClassVar[list[SimulatedAccelerator]] = []
     _entered: ClassVar[_Watch | None] = None
+    sees_engine = True  # what the engine does in hooks is what it is there to judge
 
     @classmethod
     def add(cls, owner: SimulatedAccelerator) -> None:
