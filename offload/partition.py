@@ -91,9 +91,8 @@ class StoredParam:
             Whether user code has written to what it pointed at before, and the write is lost.
         """
         if self.gathered is not None:
-            if (
-                self.given is not None
-            ):  # else it has been pointed there, and may be user code's own tensor by now
+            # Else it has been pointed there already, and may be a tensor of user code's own by now.
+            if self.given is not None:
                 self.param.data, self.given, self.looked_at = self.gathered, None, None
             return False
         param, is_written = self.param, False
