@@ -8,7 +8,8 @@ PYLIB  := $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_paths()["s
 
 export HF_HUB_OFFLINE = 1
 
-PYTEST := $(BIN)/python -m pytest -m "not soak" -n auto --maxprocesses 4 --dist loadfile
+# Files in their order: that of xdist begins with those of many tests, and ends in one long file of few.
+PYTEST := $(BIN)/python -m pytest -m "not soak" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SEEDS ?= $(shell seq 0 19)
 
 .PHONY: demo demo-1b test lint format soak simulated bench clean

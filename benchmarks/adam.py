@@ -17,7 +17,18 @@ from typing import Any
 
 from offload.cli import adam_contestants
 
-from .harness import Answer, Contestant, Server, header, host, serve, table, take_turns, timed
+from .harness import (
+    Answer,
+    Contestant,
+    Server,
+    header,
+    host,
+    make_parser,
+    serve,
+    table,
+    take_turns,
+    timed,
+)
 
 
 def of_this_process(contestant: adam_contestants.Contestant) -> Contestant:
@@ -66,9 +77,7 @@ def as_table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--millions", type=float, default=100, help="parameters, in millions")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds, after one that is not counted")
     parser.add_argument("--threads", type=int, nargs="*", default=[], help="default: 1 and all")

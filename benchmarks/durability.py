@@ -165,9 +165,7 @@ def rows(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str,
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.make_parser(__doc__)
     parser.add_argument(
         "--swap", required=True, help="a directory on the drive; the benchmark makes one in it"
     )

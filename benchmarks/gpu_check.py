@@ -30,7 +30,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one order of addi
 import torch
 
 from .gpu.common import Finding, NotRunError, Run, provide_psutil
-from .harness import ROOT, header, host, table
+from .harness import ROOT, header, host, make_parser, table
 
 HANG_SECONDS = 60
 """How long after its time a section counts as hanging: the process then ends with every thread's stack."""
@@ -181,9 +181,7 @@ def as_json(outcomes: Sequence[Outcome], options: argparse.Namespace, described:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--device", choices=["cuda", "test"], default="cuda")
     parser.add_argument("--smoke", action="store_true", help="smallest sizes: to see that the script runs")
     parser.add_argument("--seconds", type=float, default=330, help="what all sections may take together")

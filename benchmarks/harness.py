@@ -6,6 +6,7 @@ them; medians over the rounds are compared, and the best shows what a quiet mach
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -65,6 +66,13 @@ def timed(step: Callable[[], object]) -> Callable[[], Answer]:
         return {"seconds": time.perf_counter() - begin}
 
     return run
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the benchmark's docstring, as it is written."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 # ---- processes ----

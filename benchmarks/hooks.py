@@ -26,7 +26,7 @@ from torch import nn
 import offload
 
 from . import step as gpt
-from .harness import Answer, Contestant, header, host, table, take_turns, timed
+from .harness import Answer, Contestant, header, host, make_parser, table, take_turns, timed
 
 WIDTH = 8
 HOMES = {"cpu": ("cpu", "step"), "nvme": ("nvme", "step"), "nvme, update in backward": ("nvme", "backward")}
@@ -129,9 +129,7 @@ def as_table(rows: Sequence[dict[str, Any]], units: int) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--swap", default="/tmp/offload-swap", help="directory for swap files")
     parser.add_argument("--units", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=50)

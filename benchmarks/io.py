@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from .harness import Answer, Contestant, Server, header, host, serve, table, take_turns
+from .harness import Answer, Contestant, Server, header, host, make_parser, serve, table, take_turns
 
 MiB = 1 << 20
 LOADS = ("read", "write", "mixed")
@@ -262,9 +262,7 @@ def as_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--path", default=".", help="directory on the drive; the file is removed afterwards")
     parser.add_argument("--mib", type=int, default=512, help="bytes moved by each in each round, in MiB")
     parser.add_argument("--chunks", type=int, nargs="*", default=[16, 64], help="MiB of one transfer")

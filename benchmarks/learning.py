@@ -198,9 +198,7 @@ def draw(kept: dict[str, Curve], seeds: int, path: str, title: str) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.make_parser(__doc__)
     parser.add_argument(
         "--data", default=sysconfig.get_paths()["stdlib"], help="a folder with Python sources"
     )

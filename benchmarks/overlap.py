@@ -25,6 +25,8 @@ from offload.accel.simulated import COMPUTE, Span
 from offload.models.decoder import Decoder
 from offload.models.presets import DecoderConfig
 
+from .harness import make_parser
+
 H2D, D2H = "h2d", "d2h"
 STEPS = 3
 """The last is shown: by then the order of use is known, and every step is like it."""
@@ -205,9 +207,7 @@ def summary(step: Step) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--swap", default="/tmp/offload-swap", help="directory for swap files")
     parser.add_argument("--update", choices=["step", "backward"], default="backward")
     parser.add_argument("--layers", type=int, default=8)

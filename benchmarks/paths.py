@@ -30,6 +30,8 @@ from offload.plan import MemoryPlan
 from offload.store import drives
 from offload.store.swap import SwapStore
 
+from .harness import make_parser
+
 MB = 1_000_000
 RATES = ((200,), (200, 200), (200, 200, 200, 200), (300, 100), (400, 200, 100, 100))
 """MB/s of each path."""
@@ -92,9 +94,7 @@ def run(root: Path, rates: Sequence[int], *, measured: bool, options: argparse.N
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--swap", default="/dev/shm/offload-paths", help="directory for the paths")
     parser.add_argument("--chunk-mib", type=int, default=40)
     parser.add_argument("--chunks", type=int, default=8)

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .harness import Answer, Contestant, Server, header, host, serve, table, take_turns
+from .harness import Answer, Contestant, Server, header, host, make_parser, serve, table, take_turns
 
 OURS = ("cpu", "nvme-optimizer", "nvme")
 PEERS = ("deepspeed-cpu", "deepspeed-nvme")
@@ -222,9 +222,7 @@ def as_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--swap", default="/tmp/offload-swap", help="directory for swap files")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument(

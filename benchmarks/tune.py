@@ -165,9 +165,7 @@ def as_text(report: dict[str, Any], command: str) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--swap", default="/tmp", help="directory on the drive")
     parser.add_argument("--seconds", type=float, default=tool.DEFAULT_SECONDS, help="for tune")
     parser.add_argument("--max-write-gib", type=float, default=16, help="by tune")

@@ -150,14 +150,15 @@ class Residency:
         """The copies that hold a slot, slot by slot."""
         return (copy for slot, copy in enumerate(self._last_in) if copy is not None and copy.slot == slot)
 
+    def _free_slot(self) -> int:
+        return next(slot for slot in range(len(self._last_in)) if self.block_in(slot) is None)
+
     def begin(self, block: int) -> Copy:
         """Gives the block a free slot to load into."""
         copy = self.copies[block]
         if copy.state is BlockState.ABSENT:
             has_own = len(self._last_in) == len(self.copies)
-            slot = (
-                block if has_own else next(s for s in range(len(self._last_in)) if self.block_in(s) is None)
-            )
+            slot = block if has_own else self._free_slot()
             copy._slot, self._last_in[slot] = slot, copy
         copy.advance(BlockState.LOADING)
         return copy

@@ -89,9 +89,8 @@ class StoredParam:
         """
         unwatch(self.param)
         if self.gathered is not None:
-            if (
-                self.given is not None
-            ):  # else it has been pointed there, and may be user code's own tensor by now
+            # Else it has been pointed there already, and may be a tensor of user code's own by now.
+            if self.given is not None:
                 self.param.data, self.given = self.gathered, None
             return False
         param, is_written = self.param, False

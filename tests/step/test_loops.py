@@ -108,6 +108,14 @@ def test_windows_of_any_length(declared, home, compare):
     compare(home, loop, gradient_accumulation_steps=declared)
 
 
+def apply(loss, optimizer):
+    """One step, of a loss; its value."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 @pytest.mark.parametrize("home", ALL)
 def test_a_bad_batch_is_left_out(home, compare):
     """An exception in the middle of forward; the same batch once more, and the next one."""
@@ -121,10 +129,7 @@ def test_a_bad_batch_is_left_out(home, compare):
                     loss = model.loss(x * math.nan if bad else x)
                 except ValueError:
                     continue
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                seen.append(loss.detach())
+                seen.append(apply(loss, optimizer))
         return seen
 
     compare(home, loop)
@@ -193,10 +198,7 @@ def test_ctrl_c_and_on(home, compare):
             if handle is not None:
                 handle.remove()
             loss = model.loss(rows(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss.detach())
+            seen.append(apply(loss, optimizer))
         return seen
 
     compare(home, loop)
