@@ -60,6 +60,18 @@ def test_s05_a_penalty_outside_forward_over_attributes(home, first, prepare):
     assert not any(engine.partition.is_saved(unit) for unit in range(len(engine.partition.units)))
 
 
+@pytest.mark.parametrize("home", STEP)
+def test_s05_a_penalty_that_nobody_may_pack(home, prepare):
+    """Its graph holds the parameter itself, whose unit stays until backward."""
+
+    def loss_of(model):
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            penalty = model.blocks[0].weight.norm()
+        return model(rows(4)) + 1e-2 * penalty
+
+    compare(prepare, home, Elsewhere, same_step(loss_of))
+
+
 @pytest.mark.parametrize("home", ALL)
 def test_s05_a_penalty_over_more_than_fits(home, prepare):
     """Each weight is there while its norm is computed, and again when that is differentiated."""

@@ -26,6 +26,7 @@ from offload.gradients import PassingGradients
 from offload.hooks import ModuleHooks
 from offload.landing import CrossingLanding, LocalLanding
 from offload.mover import Slot
+from offload.packing import Packing
 from offload.partition import Partition, StoredParam
 
 VARIABLE = "OFFLOAD_SEEDS"
@@ -128,7 +129,7 @@ def counted_twice(self, _real=StoredParam.next_span):
     return _real(self)
 
 
-def unpacked_at_the_front(self, packed, _real=ModuleHooks._unpack_weight):
+def unpacked_at_the_front(self, packed, _real=Packing._unpack_weight):
     packed.offset = 0
     return _real(self, packed)
 
@@ -149,7 +150,7 @@ MUTATIONS = {
     "an exception leaves a frame open": (ModuleHooks, "_after_forward", forgets_frames, 42),
     "an interrupted forward stays open": (ModuleHooks, "_close_abandoned", lambda _: False, 13),
     "views are made in inference mode": (Partition, "attach", attached_as_it_is, 15),
-    "a saved weight is unpacked elsewhere": (ModuleHooks, "_unpack_weight", unpacked_at_the_front, 1),
+    "a saved weight is unpacked elsewhere": (Packing, "_unpack_weight", unpacked_at_the_front, 1),
     "reading an attribute makes nothing present": (ModuleHooks, "_on_read", nothing, 23),
     "gradients set to zero are none": (PassingGradients, "add_zeros", nothing, 28),
     "gradients that were left are not refused": (PassingGradients, "begin_step", nothing, 4),
