@@ -137,13 +137,6 @@ class Mover:
         self._show(unit)
         self.lift_ahead()
 
-    def use_on_host(self, unit: int) -> None:
-        """As :meth:`use`, for what needs the host half only. See Note [Two halves]."""
-        if self._lifts is None:
-            self.use(unit)
-        else:
-            self._use(unit)
-
     def _use(self, unit: int) -> None:
         copy = self.residency.copies[unit]
         self._last_used = unit
@@ -166,8 +159,8 @@ class Mover:
         return Lease(self.residency.copies[unit])
 
     def lease_on_host(self, unit: int) -> Lease:
-        """As :meth:`use_on_host`, and the unit stays until the lease is closed."""
-        self.use_on_host(unit)
+        """As :meth:`lease`, of the host bytes alone, which an update changes: no parameter is pointed at them."""
+        self._use(unit)
         return Lease(self.residency.copies[unit])
 
     def lease_unannounced(self, unit: int) -> Lease:

@@ -82,13 +82,13 @@ class StoredParam:
         return Span(self.placed.begin, self.placed.end, self.step, element=self.element)
 
     def point(self, data: torch.Tensor) -> bool:
-        """Makes ``data`` the parameter's, unless user code works on its gathered value.
+        """Makes ``data`` the parameter's, unless user code works on its gathered value. Torch asks no watcher now.
 
         Returns:
             Whether user code has written to what it pointed at before, and the write is lost.
         """
-        unwatch(self.param)
         if self.gathered is not None:
+            unwatch(self.param)
             # Else it has been pointed there already, and may be a tensor of user code's own by now.
             if self.given is not None:
                 self.param.data, self.given = self.gathered, None
@@ -153,8 +153,8 @@ class StoredParam:
             return self.param.data_ptr()
 
     def view(self, plane: torch.Tensor) -> torch.Tensor:
-        """This parameter in its unit's weight plane (uint8)."""
-        typed = plane.view(self.dtype)
+        """This parameter in its unit's weight plane, given as uint8 or in the parameter's type."""
+        typed = plane if plane.dtype is self.dtype else plane.view(self.dtype)
         begin = typed.storage_offset() + self.placed.offset // self.dtype.itemsize
         return typed.as_strided(self.placed.info.shape, self.stride, begin)
 
@@ -240,6 +240,7 @@ class Partition:
         self.units: list[list[StoredParam]] = []
         self.trained: list[list[StoredParam]] = []
         """Of each unit, the parameters that are trained, in the order of their planes."""
+        self._dtypes: list[set[torch.dtype]] = []  # of each unit
         self._markers: list[torch.Tensor] = []  # of each unit: one element per parameter
         self._marker_bytes: list[memoryview] = []  # and their bytes: comparing those asks torch nothing
         self._unmarked: list[bytes] = []
@@ -271,6 +272,7 @@ class Partition:
                 )
             self.units.append(stored)
             self.trained.append([param for param in stored if param.trainable])
+            self._dtypes.append({param.dtype for param in stored})
         self.of_param = {stored.param: stored for unit_params in self.units for stored in unit_params}
 
     @property
@@ -281,8 +283,12 @@ class Partition:
     def attach(self, unit: int, plane: torch.Tensor) -> None:
         """Points the unit's parameters at their bytes in ``plane`` (uint8)."""
         self._note_marked(unit)
-        with torch.inference_mode(False):  # a view made in inference mode could not be trained afterwards
-            self._lost += [stored.name for stored in self.units[unit] if stored.point(stored.view(plane))]
+        # A view made in inference mode could not be trained afterwards.
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            typed = {dtype: plane.view(dtype) for dtype in self._dtypes[unit]}
+            for stored in self.units[unit]:
+                if stored.point(stored.view(typed[stored.dtype])):
+                    self._lost.append(stored.name)
 
     def refuse_misuse(self) -> None:
         """Raises OffloadError, once, for what user code has done to parameters that were not there."""
@@ -296,7 +302,8 @@ class Partition:
     def detach(self, unit: int, *, only_trained: bool = False) -> None:
         """Makes the unit's parameters absent. See Note [Absent parameters]."""
         members = self.trained[unit] if only_trained else self.units[unit]
-        self._lost += [stored.name for stored in members if stored.point(stored.absent)]
+        with torch._C.DisableTorchFunctionSubclass():
+            self._lost += [stored.name for stored in members if stored.point(stored.absent)]
 
     def watch(self, unit: int) -> None:
         """No forward uses the unit now."""

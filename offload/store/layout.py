@@ -52,7 +52,9 @@ class Stripes:
         for extent in self.extents:
             first, last = max(begin, at), min(end, at + extent.size)
             if first < last:
-                yield first, last, Extent(extent.path, extent.offset + first - at, last - first)
+                is_whole = last - first == extent.size
+                piece = extent if is_whole else Extent(extent.path, extent.offset + first - at, last - first)
+                yield first, last, piece
             at += extent.size
 
 
