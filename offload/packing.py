@@ -3,8 +3,11 @@
 Note [Saved tensors]
 Our pack hook is active during every forward of the engine's model, and while a parameter is read outside of one. Where
 others have hooks of their own (a checkpoint, which saves nothing and runs the block again in backward; `save_on_cpu`)
-ours is asked first, in the forward and when it runs again, and gives theirs what is no weight. All other tensors are
-saved as they are, with their version, because torch's check for in-place changes does not see packed ones.
+ours is asked first, in the forward and when it runs again, and gives theirs what is no weight. A checkpoint counts
+what is saved, and runs the block again up to the last of it: it is given a marker for each weight, or whatever the
+block does between its last two saved tensors (to a buffer) would be done another number of times than in plain
+PyTorch. All other tensors are saved as they are, with their version, because torch's check for in-place changes does
+not see packed ones.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .apart import Apart, left_alone
 from .engine import OffloadEngine
 from .errors import OffloadError
+from .partition import absent_tensor
 
 
 class _PackedWeight:
@@ -25,10 +30,14 @@ class _PackedWeight:
     The version of a frozen weight is None: an update of an adapter beside it does not change it.
     """
 
-    __slots__ = ("dtype", "offset", "size", "stride", "unit", "version")
+    __slots__ = ("counted_as", "dtype", "offset", "size", "stride", "unit", "version")
 
-    def __init__(self, unit: int, version: int | None, tensor: torch.Tensor) -> None:
-        self.unit, self.version = unit, version
+    def __init__(self, unit: int, version: int | None, tensor: torch.Tensor, counted_as: Any) -> None:
+        """
+        Args:
+            counted_as: what a checkpoint has given for the weight's marker; None where there is none.
+        """
+        self.unit, self.version, self.counted_as = unit, version, counted_as
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()
 
@@ -75,6 +84,9 @@ class Packing:
         if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
             return None  # inside a transform of torch.func
         pack_other, unpack_other = outer if outer is not None else (_pack_versioned, _unpack_versioned)
+        is_counted = getattr(
+            pack_other, "is_counted", pack_other.__module__ == torch.utils.checkpoint.__name__
+        )
 
         @left_alone
         def pack(tensor: torch.Tensor) -> Any:
@@ -84,22 +96,28 @@ class Packing:
             layout = self._engine.plan.inventory.units[unit]
             frozen_begin = layout.elements * self._engine.plan.inventory.weight_itemsize
             is_frozen = tensor.storage_offset() * tensor.element_size() >= frozen_begin
-            return _PackedWeight(unit, None if is_frozen else self._engine.version(unit), tensor)
+            version = None if is_frozen else self._engine.version(unit)
+            counted_as = pack_other(_marker_of(tensor, version)) if is_counted else None
+            return _PackedWeight(unit, version, tensor, counted_as)
 
         @left_alone
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, _PackedWeight):
+                version = packed.version
+                if is_counted:  # runs the block again, where that has not been done: with the weights of now
+                    again: Any = unpack_other(packed.counted_as)
+                    version = again.version
                 with Apart():
-                    return self._unpack_weight(packed)
+                    return self._unpack_weight(packed, version)
             tensor: torch.Tensor = unpack_other(packed)
             return tensor
 
-        pack.owner = self  # type: ignore[attr-defined]
+        pack.owner, pack.is_counted = self, is_counted  # type: ignore[attr-defined]
         return Saving(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
 
-    def _unpack_weight(self, packed: _PackedWeight) -> torch.Tensor:
+    def _unpack_weight(self, packed: _PackedWeight, version: int | None) -> torch.Tensor:
         engine = self._engine
-        if packed.version is not None and engine.version(packed.unit) != packed.version:
+        if version is not None and engine.version(packed.unit) != version:
             raise OffloadError(
                 f"weights of {engine.plan.inventory.units[packed.unit].name} were updated between a forward and"
                 " its backward; call backward before step(), and set offload_optimizer.update to 'step' where a"
@@ -118,6 +136,14 @@ def _top_saving() -> Any:
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Whether it lies somewhere: a wrapper of torch.func's does not, nor do the zeros of a tangent."""
     return not (is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor())
+
+
+def _marker_of(tensor: torch.Tensor, version: int | None) -> torch.Tensor:
+    """What looks like a weight to a checkpoint, and keeps no slot."""
+    with Apart():
+        marker = absent_tensor(tuple(tensor.shape), tensor.dtype, tensor.device)
+    marker.version = version  # type: ignore[attr-defined]
+    return marker
 
 
 def _pack_versioned(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -93,7 +93,8 @@ class Watched:
 
 @functools.cache
 def _watched_type(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    made: type[nn.Parameter] = types.new_class(f"Absent{kind.__name__}", (Watched, kind))
+    """Its name is that of ``kind``: quantisation libraries ask for it."""
+    made: type[nn.Parameter] = types.new_class(kind.__name__, (Watched, kind))
     return made
 
 
@@ -117,7 +118,7 @@ _METHODS = (
 )  # fmt: skip
 _FUNCTIONS = (
     "numel", "is_floating_point", "is_complex", "is_same_size", "result_type", "empty_like", "zeros_like",
-    "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "_has_compatible_shallow_copy_type",
 )  # fmt: skip
 
 

@@ -315,7 +315,11 @@ class StreamedWeights:
         self.mover.refresh(unit)
 
     def outdate(self, params: Iterable[StoredParam]) -> None:
-        """Nothing: what graphs have saved of units in slots is of a version that is asked when it is unpacked."""
+        """As for weights that stay: but only of those that a graph has saved itself. All others are packed, and the
+        version of their unit is asked when they are unpacked."""
+        for stored in params:
+            if stored.is_saved:
+                stored.outdate()
 
     def begin_update(self, unit: int, *, in_backward: bool) -> None:
         """Makes the unit present where the update changes it, until :meth:`end_update`."""

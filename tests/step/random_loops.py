@@ -120,6 +120,7 @@ class Runner:
         self.seen: list[Any] = []
         self.scheduler: Any = None
         self.needs_grad = prefers
+        self.waits = True
         self.saved: Any = None
         self.frozen: nn.Parameter | None = None
         self.params = [param for param in model.parameters() if param.requires_grad]
@@ -130,6 +131,7 @@ class Runner:
 
     def run(self, loop: Loop) -> None:
         torch.manual_seed(self.seed)
+        self.waits = loop.waits
         for number, action in enumerate(loop.actions):
             self.seen.append(f"action {number}: {action}")
             getattr(self, "do_" + action[0].replace(" ", "_"))(*action[1:])
@@ -239,13 +241,16 @@ class Runner:
         del kept
 
     def train_penalty_of_a_weight(self, number: int) -> None:
-        loss = self.loss(self.model(self.batch(number)))
         owner = next((m for m in self.model.modules() if isinstance(m, nn.Linear)), None)
-        refused = torch.autograd.graph.disable_saved_tensors_hooks("the graph holds the parameter itself")
-        if owner is not None:
-            with refused if number % 2 else contextlib.nullcontext():
-                loss = loss + 1e-2 * owner.weight.float().norm()
-        loss.backward()
+        if owner is None:
+            self.train_plain(number)
+        elif number % 2 or not self.waits:
+            self.loss(self.model(self.batch(number))).add(1e-2 * owner.weight.float().norm()).backward()
+        else:  # a graph that holds the parameter itself, while all units are used
+            weight = owner.weight
+            with torch.autograd.graph.disable_saved_tensors_hooks("nobody may pack it"):
+                penalty = weight.float().norm()
+            self.loss(self.model(self.batch(number))).add(1e-2 * penalty).backward()
 
     def do_closure(self, numbers: list[int]) -> None:
         def closure() -> torch.Tensor:

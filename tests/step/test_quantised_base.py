@@ -182,7 +182,8 @@ def test_codes_keep_their_type_bytes_attributes_and_are_never_rewritten(kind, pr
         state = model.state_dict()
         for index, (layer, other) in enumerate(zip(model.layers, original.layers, strict=True)):
             code, expected = layer.base.code, other.base.code
-            assert type(code) is type(expected) and code.dtype is expected.dtype
+            assert isinstance(code, type(expected)) and code.dtype is expected.dtype
+            assert type(code).__name__ == type(expected).__name__
             assert getattr(code, "quant_state", None) is states[index]
             assert torch.equal(state[f"layers.{index}.base.code"], expected)
             with offload.gather(code):

@@ -129,9 +129,9 @@ def counted_twice(self, _real=StoredParam.next_span):
     return _real(self)
 
 
-def unpacked_at_the_front(self, packed, _real=Packing._unpack_weight):
+def unpacked_at_the_front(self, packed, version, _real=Packing._unpack_weight):
     packed.offset = 0
-    return _real(self, packed)
+    return _real(self, packed, version)
 
 
 def begun_late(self, *, training, _real=OffloadEngine.begin_forward):

@@ -310,3 +310,69 @@ def test_an_empty_parameter(home, prepare):
                 of.zero_grad()
     assert_same(model, reference)
     assert copy.deepcopy(model.empty).shape == (0, 3)
+
+
+class Counting(nn.Module):
+    """A checkpoint that counts its runs, between the last activation and the last weight that are saved."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width).requires_grad_(False)
+        self.register_buffer("runs", torch.zeros(()))
+
+    def block(self, x):
+        x = torch.tanh(self.first(x))
+        self.runs += 1
+        return self.last(x)
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False).square().mean()
+
+
+@pytest.mark.parametrize("accelerator", ACCELERATORS)
+@pytest.mark.parametrize("home", ALL)
+def test_a_checkpoint_runs_again_as_far_as_in_plain_pytorch(home, accelerator, prepare):
+    seen = []
+    for model, optimizer in (
+        plain(seeded(Counting)),
+        prepare(seeded(Counting), home, accelerator=accelerator),
+    ):
+        for step in range(2):
+            model(rows(step).to(model.runs.device)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(model.runs.item())
+    assert seen == [4, 4]
+
+
+@pytest.mark.parametrize("accelerator", ACCELERATORS)
+@pytest.mark.parametrize("home", ["none", "nvme"])
+def test_a_checkpoint_from_before_the_step_runs_again_with_the_weights_of_now(home, accelerator, prepare):
+    """Torch does not refuse it, because the checkpoint keeps no weight."""
+    values = []
+    for model, optimizer in (
+        plain(seeded(Counting)),
+        prepare(seeded(Counting), home, accelerator=accelerator),
+    ):
+        device = model.runs.device
+        old = model(rows(1).to(device))
+        model(rows(2).to(device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        old.backward()
+        values.append([param.grad.cpu() for param in model.parameters() if param.requires_grad])
+        optimizer.zero_grad()
+    assert all(map(torch.equal, *values))
+
+
+@pytest.mark.parametrize("accelerator", ACCELERATORS)
+@pytest.mark.parametrize("home", ["none", "nvme"])
+def test_a_graph_that_holds_a_parameter_itself_is_refused_after_the_step(home, accelerator, prepare):
+    model, optimizer = prepare(seeded(), home, accelerator=accelerator)
+    weight = model.layers[0].weight
+    with torch.autograd.graph.disable_saved_tensors_hooks("nobody may pack it"):
+        old = weight.square().sum()
+    model(rows().to(old.device)).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old.backward()
