@@ -141,7 +141,7 @@ def begun_late(self, *, training, _real=OffloadEngine.begin_forward):
 
 MUTATIONS = {
     "a slot is taken while its bytes are looked at": (Slot, "is_looked_at", property(lambda _: False), 21),
-    "a saved parameter keeps no slot": (Partition, "is_saved", lambda *_: False, 41),
+    "a saved parameter keeps no slot": (Partition, "is_saved", lambda *_: False, 662),
     "a gradient is not taken": (OffloadEngine, "gradient_ready", nothing, 0),
     "a second gradient replaces the first one": (CrossingLanding, "land", sent_without_a_sum, 20),
     "a tied weight is updated as if twice": (StoredParam, "next_span", counted_twice, 6),
