@@ -9,11 +9,9 @@ so what is saved is the state at the call. With it go the training state (`train
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,15 +21,14 @@ from torch import nn
 from .config.schema import Aio, Durability
 from .engine import OffloadEngine
 from .errors import CheckpointError, ConfigError, NoCheckpointError, OffloadError, TransferError
-from .homes import fetch_home
+from .homes import fetch_home, keep_home
 from .ledger import Ledger
-from .links import Ticket, wait_for_end
 from .models.pretrained import config_of
 from .pipeline import NvmeStates, ResidentStates
 from .portable.commit import CommitFiles
 from .portable.directory import find
 from .portable.load import load, match
-from .portable.save import Content, save
+from .portable.save import Content, Destination, LiveState, Saving
 from .portable.saved import CheckpointFiles, TensorsOf
 from .resuming import find_target, has_manifest, read_training, shapes_for
 from .store.commits import find_commits
@@ -40,11 +37,6 @@ from .store.swap import SwapStore
 from .store.tensors import Tensors, forget_tensors, write_tensors
 from .training_state import Stateful, TrainingState, capture, check_engine, restore, restore_part
 from .weights import HostSlots, StreamedWeights
-
-logger = logging.getLogger("offload")
-
-WRITES_FLYING_MAX = 4
-"""Of what is at home in memory, at a commit."""
 
 
 class SavedEngine(OffloadEngine):
@@ -187,21 +179,20 @@ class SavedEngine(OffloadEngine):
         with self._guard():
             self._refuse_half_a_step("saved")
             state = self._capture(tag, client_state)
-            if dir is not None and not self.is_in_swap_path(Path(dir)):
-                return save(
-                    self,
-                    Content(state.step, state.values, state.tensors, config_of(self._owned_model()) or {}),
-                    dir,
-                    f"global_step{state.step}" if tag is None else tag,
-                    exclude_frozen=exclude_frozen,
-                    keep_last=keep_last,
-                    latest=latest,
-                )
-            store = self._committing_store()
-            self.settle_updates()
-            self._write_what_is_in_memory(store)
-            self._commit(store, state)
-            return store.path
+            if dir is None or self.is_in_swap_path(Path(dir)):
+                store = self._committing_store()
+                self._commit(store, state)
+                return store.path
+            to = Destination(
+                directory=Path(os.path.abspath(os.path.expanduser(dir))),
+                tag=f"global_step{state.step}" if tag is None else tag,
+                exclude_frozen=exclude_frozen,
+                keep_last=keep_last,
+                latest=latest,
+            )
+            content = Content(state.step, state.values, config_of(self._owned_model()) or {})
+            with Saving(LiveState(self, state.tensors), content, to) as saving:
+                return saving.write()
 
     def _capture(self, tag: str | None, client_state: Mapping[str, Any] | None) -> TrainingState:
         return capture(
@@ -220,38 +211,19 @@ class SavedEngine(OffloadEngine):
         return shapes_for(self.partition, self.plan)
 
     def _commit(self, store: SwapStore, state: TrainingState) -> None:
+        self.settle_updates()
+        keep_home(
+            self.plan,
+            self.weights,
+            self._states,
+            store,
+            bytes_per_second=self._durability.write_bytes_per_second,
+        )
         tensors = write_tensors(store.path, store.serial + 1, state.tensors)
         training = {"state": state.values, "tensors": tensors}
         store.commit(self._shapes, step=state.step, training=training)
         self._kept.append(tensors["file"])
         forget_tensors(store.path, {name for name in self._kept if name is not None})
-
-    def _write_what_is_in_memory(self, store: SwapStore) -> None:
-        pace, flying = _Pace(self._durability.write_bytes_per_second), deque[Ticket]()
-        try:
-            for size, ticket in self._writes(store):
-                flying.append(ticket)
-                if len(flying) >= WRITES_FLYING_MAX:
-                    flying[0].wait()
-                    flying.popleft()
-                pace.wait(size)
-            while flying:
-                flying[0].wait()
-                flying.popleft()
-        finally:
-            wait_for_end(flying)
-
-    def _writes(self, store: SwapStore) -> Iterator[tuple[int, Ticket]]:
-        """Starts to write all that is at home in memory: bytes and ticket of each write."""
-        for unit, layout in enumerate(self.plan.inventory.units):
-            if self.plan.placement.param_home != "nvme":
-                plane = self.weights.host_plane(unit)[: layout.weight_bytes]
-                yield from store.keep_weight(unit, plane)
-        if isinstance(self._states, ResidentStates) and self.plan.placement.state_planes:
-            for index in sorted(self._states.changed):
-                chunk = self.plan.chunks[index]
-                yield self.plan.chunk_bytes(chunk), store.keep_state(chunk, self._states.read(chunk).cpu())
-            self._states.changed.clear()
 
     def _committing_store(self) -> SwapStore:
         if self._store is None:
@@ -453,17 +425,3 @@ class SavedEngine(OffloadEngine):
         self._before = (state.step - self.ledger.steps, state.skipped_steps - self.ledger.skipped_steps)
         if is_committed and isinstance(self._states, ResidentStates):
             self._states.changed.clear()
-
-
-class _Pace:
-    """Lets so many bytes pass in a second."""
-
-    def __init__(self, rate: int | None) -> None:
-        self._rate, self._begun, self._passed = rate, time.monotonic(), 0
-
-    def wait(self, size: int) -> None:
-        """Returns when ``size`` bytes more may have passed."""
-        if self._rate is None:
-            return
-        self._passed += size
-        time.sleep(max(0.0, self._begun + self._passed / self._rate - time.monotonic()))
