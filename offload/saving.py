@@ -5,6 +5,8 @@ What is at home on nvme is there already: a commit names it. What is at home in 
 first, one chunk or part of a weight plane after the other, at most `durability.write_bytes_per_second`. Training waits
 for that: with two generations there is no third extent to which nvme-homed planes could be written meanwhile, and
 so what is saved is the state at the call. With it go the training state (`training_state`) and its tensors.
+A checkpoint in another place is written from the engine, while training waits, or in the background from a commit
+that is made for it (`portable.background`): the next commit then waits for the copy, as there is no third generation.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from .homes import fetch_home, keep_home
 from .ledger import Ledger
 from .models.pretrained import config_of
 from .pipeline import NvmeStates, ResidentStates
+from .portable.background import BackgroundSaving
 from .portable.commit import CommitFiles
 from .portable.directory import find
 from .portable.load import load, match
@@ -32,7 +35,7 @@ from .portable.save import Content, Destination, LiveState, Saving
 from .portable.saved import CheckpointFiles, TensorsOf
 from .resuming import find_target, has_manifest, read_training, shapes_for
 from .store.commits import find_commits
-from .store.manifest import Shapes
+from .store.manifest import Manifest, Shapes
 from .store.swap import SwapStore
 from .store.tensors import Tensors, forget_tensors, write_tensors
 from .training_state import Stateful, TrainingState, capture, check_engine, restore, restore_part
@@ -65,6 +68,7 @@ class SavedEngine(OffloadEngine):
         self._going_on: TrainingState | None = None
         self._before = (0, 0)  # steps applied, and refused, that the ledger does not count
         self._kept: deque[str | None] = deque(maxlen=2)  # files of tensors of the last commits
+        self._background: BackgroundSaving | None = None
         super().__init__(*args, **more)
         if going_on is not None:
             self._going_on = going_on
@@ -127,16 +131,30 @@ class SavedEngine(OffloadEngine):
         return super().step()
 
     def close(self) -> None:
-        """As :meth:`OffloadEngine.close`. A swap directory in which something was committed stays."""
-        if self.is_open and self._failure is None and os.getpid() == self._owner_pid:
-            self.before_change()
-        super().close()
-        self._model = None
-        self._parts.clear()
-        self._going_on = None
+        """As :meth:`OffloadEngine.close`. A swap directory in which something was committed stays.
+
+        A checkpoint that is saved in the background is waited for, and what went wrong with it is raised when all is
+        closed. Ctrl-C meanwhile gives it up.
+        """
+        try:
+            if self._background is not None:
+                self._background.wait(or_cancel=True)
+        finally:
+            if self.is_open and self._failure is None and os.getpid() == self._owner_pid:
+                self.before_change()
+            super().close()
+            self._model = None
+            self._parts.clear()
+            self._going_on = None
+        self.wait_for_checkpoint()
 
     def discard(self) -> None:
-        """As :meth:`close`, and what was committed is removed too."""
+        """As :meth:`close`, and what was committed is removed too.
+
+        Raises:
+            StoreError: a checkpoint could not be saved in the background; nothing has been removed then.
+        """
+        self.wait_for_checkpoint()
         self.settle()
         if self._store is not None:
             self._store.discard()
@@ -153,10 +171,13 @@ class SavedEngine(OffloadEngine):
         exclude_frozen: bool = False,
         keep_last: int | None = None,
         latest: bool = True,
+        background: bool = False,
     ) -> Path:
         """Makes the state after the last step what the next start goes on from. See Note [Saving].
 
-        Gradients that wait for their step are saved too. Returns when all is on stable storage.
+        Gradients that wait for their step are saved too. Returns when all is on stable storage, unless it is saved
+        in the background. The next saving waits for that, as do loading and closing, and so does
+        :meth:`wait_for_checkpoint`. What goes wrong is logged, and raised by the first of them but loading.
 
         Args:
             dir: None, or within the swap path: the store is committed, and no plane on nvme is written again.
@@ -166,16 +187,20 @@ class SavedEngine(OffloadEngine):
             exclude_frozen: of a checkpoint, leave out frozen weights; loading then needs the same base.
             keep_last: of checkpoints, so many stay in ``dir``.
             latest: of a checkpoint, make it the one that is loaded where no tag is given.
+            background: commit the store, and copy the commit to the checkpoint while training goes on. Needs
+                ``durability.generations`` 2. Of a commit alone, nothing is left to do in the background.
 
         Returns:
             The directory.
 
         Raises:
             ConfigError: there is nothing to commit to, or ``client_state`` is not JSON.
-            StoreError: it could not be written; the commit before stands, and training may go on.
+            StoreError: it could not be written; the commit before stands, and training may go on. Or that is how
+                the saving before, in the background, has ended: nothing else was done.
             OffloadError: a step is half done; call it after ``optimizer.step()``.
             TransferError: a write has failed for good: the engine stops; the commit before stands.
         """
+        self.wait_for_checkpoint()
         with self._guard():
             self._refuse_half_a_step("saved")
             state = self._capture(tag, client_state)
@@ -191,8 +216,39 @@ class SavedEngine(OffloadEngine):
                 latest=latest,
             )
             content = Content(state.step, state.values, config_of(self._owned_model()) or {})
+            if background:
+                return self._save_in_background(state, content, to)
             with Saving(LiveState(self, state.tensors), content, to) as saving:
                 return saving.write()
+
+    def _save_in_background(self, state: TrainingState, content: Content, to: Destination) -> Path:
+        store = self._committing_store("leave background=True out")
+        self._background = BackgroundSaving(
+            store.path,
+            self._commit(store, state),
+            self._aio,
+            content,
+            to,
+            bytes_per_second=self._durability.write_bytes_per_second,
+        )
+        self._background.start()
+        return self._background.folder
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._background is not None and self._background.is_running
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when the checkpoint that is saved in the background is whole and on stable storage, or none is.
+
+        Raises:
+            StoreError: it could not be written; what was there before stands, and training may go on. Raised once.
+        """
+        if self._background is not None:
+            self._background.wait()
+            if (failure := self._background.take_failure()) is not None:
+                raise failure
 
     def _capture(self, tag: str | None, client_state: Mapping[str, Any] | None) -> TrainingState:
         return capture(
@@ -210,7 +266,7 @@ class SavedEngine(OffloadEngine):
         """What a commit says of model and plan: the same in every commit of a run."""
         return shapes_for(self.partition, self.plan)
 
-    def _commit(self, store: SwapStore, state: TrainingState) -> None:
+    def _commit(self, store: SwapStore, state: TrainingState) -> Manifest:
         self.settle_updates()
         keep_home(
             self.plan,
@@ -221,20 +277,21 @@ class SavedEngine(OffloadEngine):
         )
         tensors = write_tensors(store.path, store.serial + 1, state.tensors)
         training = {"state": state.values, "tensors": tensors}
-        store.commit(self._shapes, step=state.step, training=training)
+        manifest = store.commit(self._shapes, step=state.step, training=training)
         self._kept.append(tensors["file"])
         forget_tensors(store.path, {name for name in self._kept if name is not None})
+        return manifest
 
-    def _committing_store(self) -> SwapStore:
+    def _committing_store(self, otherwise: str = "give a directory elsewhere") -> SwapStore:
         if self._store is None:
             raise ConfigError(
                 "save_checkpoint: nothing is on nvme, so there is nothing to commit to; set durability.generations"
-                " = 2 and an nvme_path, or give a directory elsewhere"
+                f" = 2 and an nvme_path, or {otherwise}"
             )
         if self.plan.placement.generations != 2:
             raise ConfigError(
                 "save_checkpoint: the swap files keep one generation, so nothing can be committed; set"
-                " durability.generations = 2, or give a directory elsewhere"
+                f" durability.generations = 2, or {otherwise}"
             )
         return self._store
 
@@ -302,6 +359,8 @@ class SavedEngine(OffloadEngine):
             StoreError: another run has it.
             TransferError: it is damaged; where that was found too late, the engine has stopped.
         """
+        if self._background is not None:
+            self._background.wait()
         with self._guard():
             self._refuse_half_a_step("loaded")
             own, is_whole = self._store, strict and not weights_only
