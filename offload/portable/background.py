@@ -2,7 +2,7 @@
 
 Note [Saving in the background]
 The commit is the snapshot: until the next one nothing that training writes goes to an extent that it names (`store`,
-`generations`). Whoever commits next, gives the store up or changes places with another one waits for the copy first.
+`generations`). Whoever commits next, closes the store or takes another one in its place waits for the copy first.
 It reads the swap files through queues of its own, by the manifest that was just committed, and nothing else of the
 run: no slot, no state in memory, no device. Each item is held against the commit's sum.
 Its memory is a ring of pieces and the writer's buffer, `RING_BYTES` and `files.PIECE_BYTES`, whatever the chunks and
@@ -88,9 +88,8 @@ class CommitState:
         self._files, self._tensors, self._advance = files, tensors, advance
         self.formats = formats_of(files.manifest.shapes)
         self.units: Sequence[Sequence[SavedParam]] = units_of(files.manifest)
-        self._sums: dict[int, list[tuple[int, int]]] = defaultdict(
-            list
-        )  # of an item, of each part: sum, size
+        self._sums: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        """Of an item that is being read: sum and size of each part that has come."""
 
     def tensor_specs(self) -> Mapping[str, TensorSpec]:
         names = self._files.manifest.training["state"]["tensors"]  # in the order of whoever captured them
