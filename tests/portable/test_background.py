@@ -33,16 +33,16 @@ ON_NVME = Placement("nvme", "nvme", "backward", chunk=4096)
 
 
 @contextlib.contextmanager
-def running(training, placement, swap_path, *, paths=None, model=None, resume=False, **durability):
-    """A run with two generations, a step behind it; nothing of it stays."""
+def running(training, placement, swap_path, *, paths=None, behind=1, **durability):
+    """A run with two generations, and steps behind it; nothing of it stays."""
     config = training.config(placement, swap_path)
     if paths is not None:
         for what in ("offload_param", "offload_optimizer"):
             config["zero_optimization"][what]["nvme_path"] = paths
     config["durability"] = {"generations": 2, **durability}
-    model = model or training.model()
+    model = training.model()
     model.register_buffer("counts", torch.arange(3.0))
-    model, optimizer = offload.prepare(model, config, resume=resume)
+    model, optimizer = offload.prepare(model, config)
     engine, batches = optimizer.engine, iter(training.batches())
 
     def step(count=1):
@@ -59,8 +59,7 @@ def running(training, placement, swap_path, *, paths=None, model=None, resume=Fa
 
     run = SimpleNamespace(model=model, optimizer=optimizer, engine=engine, batches=batches, step=step)
     try:
-        if not resume:
-            step()
+        step(behind)
         yield run
     finally:
         if engine.is_open:
@@ -194,6 +193,16 @@ def test_over_several_paths_and_with_frozen_weights_that_change(swap_path, tmp_p
         assert content_of(again) == content_of(run.engine.save_checkpoint(tmp_path / "foreground", "two"))
     for path in paths:
         Path(path["path"]).rmdir()
+
+
+def test_what_was_never_written_is_zeros(swap_path, tmp_path):
+    """Before the first step no moment is, and the memory that they are read to has had other things in it."""
+    with running(TRAINING, ON_NVME, swap_path, behind=0) as run:
+        there = run.engine.save_checkpoint(tmp_path / "foreground", "one")
+        here = run.engine.save_checkpoint(tmp_path / "background", "one", background=True)
+        run.step()
+        run.engine.wait_for_checkpoint()
+        assert content_of(here) == content_of(there)
 
 
 NEXT = {
