@@ -115,12 +115,7 @@ def content_of(folder):
 
 KINDS = [
     (replace(TRAINING, state_format="int8"), ON_NVME, Placement("cpu", "cpu"), False),
-    (
-        Training("fp32", "bf16", steps=6, accumulation=2),
-        Placement("cpu", "nvme", chunk=2048),
-        None,
-        False,
-    ),
+    (Training("fp32", "bf16", steps=6, accumulation=2), Placement("cpu", "nvme", chunk=2048), None, False),
     (Training("bf16", steps=6, frozen="blocks.1 positions", groups=True), Placement(), ON_NVME, True),
 ]
 
