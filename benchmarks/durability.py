@@ -6,6 +6,9 @@ One process trains with everything on NVMe and two generations, and commits afte
 brings the step's writes to stable storage, and once more at once, when nothing is left to bring there: what a commit
 itself costs. Then it makes one step more, of which nobody will hear. Another process goes on from the last commit,
 and has to have the same loss in that step. Bytes are those that the kernel counts for the process while it saves.
+
+With ``--background`` one process saves checkpoints to another directory instead, in turns: while training waits, and
+in the background while it makes steps; between them it makes steps without.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,9 @@ from . import harness
 
 RESULTS = harness.ROOT / "benchmarks/results/durability.md"
 MARK = "<!-- what follows is written by the benchmark -->\n"
+MARK_BACKGROUND = "<!-- what follows is written by the benchmark with --background -->\n"
+STEPS_BETWEEN = 2
+"""Without a saving, in each round of ``--background``."""
 
 
 def written_bytes() -> int:
@@ -123,6 +129,44 @@ def go_on(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def compare_savings(options: argparse.Namespace) -> dict[str, Any]:
+    """The process that saves in both ways, round after round."""
+    training, folder = Training(options, resume=False), Path(options.swap).with_name("benchmark-saved")
+    engine = training.engine
+    steps, foreground, calls, written, meanwhile = [], [], [], [], []
+    training.step()
+    for _ in range(options.steps):
+        steps += [training.step()[1] for _ in range(STEPS_BETWEEN)]
+        engine.settle()
+        foreground.append(timed(lambda: engine.save_checkpoint(folder, "foreground")))
+        training.step()
+        engine.settle()
+        begin = time.time()
+        calls.append(timed(lambda: engine.save_checkpoint(folder, "background", background=True)))
+        while engine.is_saving:
+            meanwhile.append(training.step()[1])
+        engine.wait_for_checkpoint()
+        written.append((folder / "background/checkpoint.json").stat().st_mtime - begin)
+    size = sum(file.stat().st_size for file in (folder / "background").iterdir())
+    engine.discard()
+    shutil.rmtree(folder)
+    return {
+        "steps": steps,
+        "foreground": foreground,
+        "calls": calls,
+        "written": written,
+        "meanwhile": meanwhile,
+        "bytes": size,
+    }
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that it takes."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
 def run_phase(options: argparse.Namespace, phase: str) -> dict[str, Any]:
     """One phase in a process of its own.
 
@@ -164,6 +208,31 @@ def rows(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str,
     ]
 
 
+def background_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The numbers of ``--background``, each with its name."""
+    names = ("steps", "foreground", "calls", "written", "meanwhile")
+    step, foreground, call, written, meanwhile = (statistics.median(found[name]) for name in names)
+    count = len(found["meanwhile"])
+    # What each way costs the run: the wait, and what the steps that share the time with it take longer.
+    cost = call + count / len(found["calls"]) * (meanwhile - step)
+    return [
+        ("bytes of a checkpoint", format_bytes(found["bytes"])),
+        ("a step, seconds", f"{step:.2f}"),
+        ("save_checkpoint(DIR), seconds in which training waits", f"{foreground:.2f}"),
+        ("save_checkpoint(DIR, background=True), seconds in which training waits", f"{call:.3f}"),
+        ("seconds until that is written", f"{written:.2f}"),
+        (f"a step begun meanwhile ({count} of them), seconds", f"{meanwhile:.2f} ({meanwhile / step:.2f}x)"),
+        ("what the run loses by it, of what it loses by waiting", f"{cost / foreground:.0%}"),
+    ]
+
+
+def write_results(mark: str, text: str) -> None:
+    """Puts a section of the results file in the place of the one before."""
+    before, _, after = (RESULTS.read_text() if RESULTS.exists() else "# Durability\n\n").partition(mark)
+    _, other, rest = after.partition("<!-- ")
+    RESULTS.write_text(f"{before.rstrip()}\n\n{mark}{text}\n{chr(10) if other else ''}{other}{rest}")
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.make_parser(__doc__)
     parser.add_argument(
@@ -175,18 +244,44 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--host-bytes", default="2GiB")
     parser.add_argument("--results", action="store_true", help=f"write the table into {RESULTS.name}")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--phase", choices=["train", "go_on"], help=argparse.SUPPRESS)
+    parser.add_argument("--background", action="store_true", help="compare ways to save to another directory")
+    parser.add_argument("--phase", choices=[*PHASES], help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
+
+
+def compare(options: argparse.Namespace, folder: Path) -> int:
+    """The process of ``--background``, and its table."""
+    try:
+        found = run_phase(options, "background")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder.with_name("benchmark-saved"), ignore_errors=True)
+    described = harness.host(folder.parent)
+    if options.json:
+        print(json.dumps({"host": described, "background": found}, indent=2))
+        return 0
+    text = harness.table([options.model, ""], background_rows(found))
+    print(text)
+    if options.results:
+        command = f"python -m benchmarks.durability --background --model {options.model} --seq {options.seq}"
+        head = harness.header(f"{command} --steps {options.steps}", described, "Medians over the rounds.")
+        write_results(MARK_BACKGROUND, f"{head}\n{text}")
+    return 0
+
+
+PHASES = {"train": train, "go_on": go_on, "background": compare_savings}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Both processes, and the table; see the top of the file."""
     options = parse(arguments)
     if options.phase:
-        print(json.dumps(train(options) if options.phase == "train" else go_on(options)))
+        print(json.dumps(PHASES[options.phase](options)))
         return 0
     folder = Path(options.swap) / "benchmark-durability"
     options.swap = str(folder)
+    if options.background:
+        return compare(options, folder)
     try:
         first, second = run_phase(options, "train"), run_phase(options, "go_on")
     finally:
@@ -201,10 +296,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = harness.table([options.model, ""], rows(first, second))
     print(text)
     if options.results:
-        said = RESULTS.read_text().partition(MARK)[0] if RESULTS.exists() else "# Durability\n\n"
         command = f"python -m benchmarks.durability --model {options.model} --steps {options.steps}"
         head = harness.header(command, described, "Medians over the steps.")
-        RESULTS.write_text(f"{said}{MARK}{head}\n{text}\n")
+        write_results(MARK, f"{head}\n{text}")
     return 0
 
 

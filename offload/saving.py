@@ -5,15 +5,15 @@ What is at home on nvme is there already: a commit names it. What is at home in 
 first, one chunk or part of a weight plane after the other, at most `durability.write_bytes_per_second`. Training waits
 for that: with two generations there is no third extent to which nvme-homed planes could be written meanwhile, and
 so what is saved is the state at the call. With it go the training state (`training_state`) and its tensors.
+A checkpoint in another place is written from the engine, while training waits, or in the background from a commit
+that is made for it (`portable.background`): the next commit then waits for the copy, as there is no third generation.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,28 +23,23 @@ from torch import nn
 from .config.schema import Aio, Durability
 from .engine import OffloadEngine
 from .errors import CheckpointError, ConfigError, NoCheckpointError, OffloadError, TransferError
-from .homes import fetch_home
+from .homes import fetch_home, keep_home
 from .ledger import Ledger
-from .links import Ticket, wait_for_end
 from .models.pretrained import config_of
 from .pipeline import NvmeStates, ResidentStates
+from .portable.background import BackgroundSaving
 from .portable.commit import CommitFiles
 from .portable.directory import find
 from .portable.load import load, match
-from .portable.save import Content, save
+from .portable.save import Content, Destination, LiveState, Saving
 from .portable.saved import CheckpointFiles, TensorsOf
 from .resuming import find_target, has_manifest, read_training, shapes_for
 from .store.commits import find_commits
-from .store.manifest import Shapes
+from .store.manifest import Manifest, Shapes
 from .store.swap import SwapStore
 from .store.tensors import Tensors, forget_tensors, write_tensors
 from .training_state import Stateful, TrainingState, capture, check_engine, restore, restore_part
 from .weights import HostSlots, StreamedWeights
-
-logger = logging.getLogger("offload")
-
-WRITES_FLYING_MAX = 4
-"""Of what is at home in memory, at a commit."""
 
 
 class SavedEngine(OffloadEngine):
@@ -73,6 +68,7 @@ class SavedEngine(OffloadEngine):
         self._going_on: TrainingState | None = None
         self._before = (0, 0)  # steps applied, and refused, that the ledger does not count
         self._kept: deque[str | None] = deque(maxlen=2)  # files of tensors of the last commits
+        self._background: BackgroundSaving | None = None
         super().__init__(*args, **more)
         if going_on is not None:
             self._going_on = going_on
@@ -135,16 +131,30 @@ class SavedEngine(OffloadEngine):
         return super().step()
 
     def close(self) -> None:
-        """As :meth:`OffloadEngine.close`. A swap directory in which something was committed stays."""
-        if self.is_open and self._failure is None and os.getpid() == self._owner_pid:
-            self.before_change()
-        super().close()
-        self._model = None
-        self._parts.clear()
-        self._going_on = None
+        """As :meth:`OffloadEngine.close`. A swap directory in which something was committed stays.
+
+        A checkpoint that is saved in the background is waited for, and what went wrong with it is raised when all is
+        closed. Ctrl-C meanwhile gives it up.
+        """
+        try:
+            if self._background is not None:
+                self._background.wait(or_cancel=True)
+        finally:
+            if self.is_open and self._failure is None and os.getpid() == self._owner_pid:
+                self.before_change()
+            super().close()
+            self._model = None
+            self._parts.clear()
+            self._going_on = None
+        self.wait_for_checkpoint()
 
     def discard(self) -> None:
-        """As :meth:`close`, and what was committed is removed too."""
+        """As :meth:`close`, and what was committed is removed too.
+
+        Raises:
+            StoreError: a checkpoint could not be saved in the background; nothing has been removed then.
+        """
+        self.wait_for_checkpoint()
         self.settle()
         if self._store is not None:
             self._store.discard()
@@ -161,10 +171,13 @@ class SavedEngine(OffloadEngine):
         exclude_frozen: bool = False,
         keep_last: int | None = None,
         latest: bool = True,
+        background: bool = False,
     ) -> Path:
         """Makes the state after the last step what the next start goes on from. See Note [Saving].
 
-        Gradients that wait for their step are saved too. Returns when all is on stable storage.
+        Gradients that wait for their step are saved too. Returns when all is on stable storage, unless it is saved
+        in the background. The next saving waits for that, as do loading and closing, and so does
+        :meth:`wait_for_checkpoint`. What goes wrong is logged, and raised by the first of them but loading.
 
         Args:
             dir: None, or within the swap path: the store is committed, and no plane on nvme is written again.
@@ -174,34 +187,68 @@ class SavedEngine(OffloadEngine):
             exclude_frozen: of a checkpoint, leave out frozen weights; loading then needs the same base.
             keep_last: of checkpoints, so many stay in ``dir``.
             latest: of a checkpoint, make it the one that is loaded where no tag is given.
+            background: commit the store, and copy the commit to the checkpoint while training goes on. Needs
+                ``durability.generations`` 2. Of a commit alone, nothing is left to do in the background.
 
         Returns:
             The directory.
 
         Raises:
             ConfigError: there is nothing to commit to, or ``client_state`` is not JSON.
-            StoreError: it could not be written; the commit before stands, and training may go on.
+            StoreError: it could not be written; the commit before stands, and training may go on. Or that is how
+                the saving before, in the background, has ended: nothing else was done.
             OffloadError: a step is half done; call it after ``optimizer.step()``.
             TransferError: a write has failed for good: the engine stops; the commit before stands.
         """
+        self.wait_for_checkpoint()
         with self._guard():
             self._refuse_half_a_step("saved")
             state = self._capture(tag, client_state)
-            if dir is not None and not self.is_in_swap_path(Path(dir)):
-                return save(
-                    self,
-                    Content(state.step, state.values, state.tensors, config_of(self._owned_model()) or {}),
-                    dir,
-                    f"global_step{state.step}" if tag is None else tag,
-                    exclude_frozen=exclude_frozen,
-                    keep_last=keep_last,
-                    latest=latest,
-                )
-            store = self._committing_store()
-            self.settle_updates()
-            self._write_what_is_in_memory(store)
-            self._commit(store, state)
-            return store.path
+            if dir is None or self.is_in_swap_path(Path(dir)):
+                store = self._committing_store()
+                self._commit(store, state)
+                return store.path
+            to = Destination(
+                directory=Path(os.path.abspath(os.path.expanduser(dir))),
+                tag=f"global_step{state.step}" if tag is None else tag,
+                exclude_frozen=exclude_frozen,
+                keep_last=keep_last,
+                latest=latest,
+            )
+            content = Content(state.step, state.values, config_of(self._owned_model()) or {})
+            if background:
+                return self._save_in_background(state, content, to)
+            with Saving(LiveState(self, state.tensors), content, to) as saving:
+                return saving.write()
+
+    def _save_in_background(self, state: TrainingState, content: Content, to: Destination) -> Path:
+        store = self._committing_store("leave background=True out")
+        self._background = BackgroundSaving(
+            store.path,
+            self._commit(store, state),
+            self._aio,
+            content,
+            to,
+            bytes_per_second=self._durability.write_bytes_per_second,
+        )
+        self._background.start()
+        return self._background.folder
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._background is not None and self._background.is_running
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when the checkpoint that is saved in the background is whole and on stable storage, or none is.
+
+        Raises:
+            StoreError: it could not be written; what was there before stands, and training may go on. Raised once.
+        """
+        if self._background is not None:
+            self._background.wait()
+            if (failure := self._background.take_failure()) is not None:
+                raise failure
 
     def _capture(self, tag: str | None, client_state: Mapping[str, Any] | None) -> TrainingState:
         return capture(
@@ -219,50 +266,32 @@ class SavedEngine(OffloadEngine):
         """What a commit says of model and plan: the same in every commit of a run."""
         return shapes_for(self.partition, self.plan)
 
-    def _commit(self, store: SwapStore, state: TrainingState) -> None:
+    def _commit(self, store: SwapStore, state: TrainingState) -> Manifest:
+        self.settle_updates()
+        keep_home(
+            self.plan,
+            self.weights,
+            self._states,
+            store,
+            bytes_per_second=self._durability.write_bytes_per_second,
+        )
         tensors = write_tensors(store.path, store.serial + 1, state.tensors)
         training = {"state": state.values, "tensors": tensors}
-        store.commit(self._shapes, step=state.step, training=training)
+        manifest = store.commit(self._shapes, step=state.step, training=training)
         self._kept.append(tensors["file"])
         forget_tensors(store.path, {name for name in self._kept if name is not None})
+        return manifest
 
-    def _write_what_is_in_memory(self, store: SwapStore) -> None:
-        pace, flying = _Pace(self._durability.write_bytes_per_second), deque[Ticket]()
-        try:
-            for size, ticket in self._writes(store):
-                flying.append(ticket)
-                if len(flying) >= WRITES_FLYING_MAX:
-                    flying[0].wait()
-                    flying.popleft()
-                pace.wait(size)
-            while flying:
-                flying[0].wait()
-                flying.popleft()
-        finally:
-            wait_for_end(flying)
-
-    def _writes(self, store: SwapStore) -> Iterator[tuple[int, Ticket]]:
-        """Starts to write all that is at home in memory: bytes and ticket of each write."""
-        for unit, layout in enumerate(self.plan.inventory.units):
-            if self.plan.placement.param_home != "nvme":
-                plane = self.weights.host_plane(unit)[: layout.weight_bytes]
-                yield from store.keep_weight(unit, plane)
-        if isinstance(self._states, ResidentStates) and self.plan.placement.state_planes:
-            for index in sorted(self._states.changed):
-                chunk = self.plan.chunks[index]
-                yield self.plan.chunk_bytes(chunk), store.keep_state(chunk, self._states.read(chunk).cpu())
-            self._states.changed.clear()
-
-    def _committing_store(self) -> SwapStore:
+    def _committing_store(self, otherwise: str = "give a directory elsewhere") -> SwapStore:
         if self._store is None:
             raise ConfigError(
                 "save_checkpoint: nothing is on nvme, so there is nothing to commit to; set durability.generations"
-                " = 2 and an nvme_path, or give a directory elsewhere"
+                f" = 2 and an nvme_path, or {otherwise}"
             )
         if self.plan.placement.generations != 2:
             raise ConfigError(
                 "save_checkpoint: the swap files keep one generation, so nothing can be committed; set"
-                " durability.generations = 2, or give a directory elsewhere"
+                f" durability.generations = 2, or {otherwise}"
             )
         return self._store
 
@@ -330,6 +359,8 @@ class SavedEngine(OffloadEngine):
             StoreError: another run has it.
             TransferError: it is damaged; where that was found too late, the engine has stopped.
         """
+        if self._background is not None:
+            self._background.wait()
         with self._guard():
             self._refuse_half_a_step("loaded")
             own, is_whole = self._store, strict and not weights_only
@@ -453,17 +484,3 @@ class SavedEngine(OffloadEngine):
         self._before = (state.step - self.ledger.steps, state.skipped_steps - self.ledger.skipped_steps)
         if is_committed and isinstance(self._states, ResidentStates):
             self._states.changed.clear()
-
-
-class _Pace:
-    """Lets so many bytes pass in a second."""
-
-    def __init__(self, rate: int | None) -> None:
-        self._rate, self._begun, self._passed = rate, time.monotonic(), 0
-
-    def wait(self, size: int) -> None:
-        """Returns when ``size`` bytes more may have passed."""
-        if self._rate is None:
-            return
-        self._passed += size
-        time.sleep(max(0.0, self._begun + self._passed / self._rate - time.monotonic()))

@@ -130,5 +130,5 @@ class Durability:
     verify: Literal["off", "resume", "always"] = "resume"
     """When checksums of swapped data are checked: never, when a run resumes, or at every read. Ours."""
     write_bytes_per_second: Annotated[int | None, Bytes()] = None
-    """Upper bound on what a commit writes of state and weights at home in memory, over all paths; absent: none.
-    Ours."""
+    """Upper bound on what a commit writes of state and weights at home in memory, over all paths, and on what a
+    checkpoint that is saved in the background writes; absent: none. Ours."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,20 @@ def _formats_of(shapes: Shapes) -> Formats:
     )
 
 
-def params_of(manifest: Manifest) -> list[SavedParam]:
+def units_of(manifest: Manifest) -> list[list[SavedParam]]:
     """All parameters, unit by unit."""
     return [
-        SavedParam(param.name, param.shape, param.stride, param.dtype, param.trainable, param.aliases)
+        [
+            SavedParam(param.name, param.shape, param.stride, param.dtype, param.trainable, param.aliases)
+            for param in unit.params
+        ]
         for unit in manifest.shapes.units
-        for param in unit.params
     ]
+
+
+def params_of(manifest: Manifest) -> list[SavedParam]:
+    """All parameters, in the order of :func:`units_of`."""
+    return [*chain.from_iterable(units_of(manifest))]
 
 
 class CommitFiles:

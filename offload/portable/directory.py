@@ -80,6 +80,7 @@ def saving_to(directory: Path, tag: str) -> Iterator[Path]:
                 folder.rmdir()
         raise
     finally:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
         os.close(lock)
 
 

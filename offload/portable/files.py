@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ..bytesize import PAGE_BYTES, MiB
@@ -79,22 +80,22 @@ class Writer:
 
     def put(self, param: str, plane: str, at: int, values: torch.Tensor) -> list[Future[None]]:
         """Writes values to byte ``at`` of a plane, after those before them. They must not change until then."""
-        place = self._plan.places.get((param, plane))
         flat = values.reshape(-1).view(torch.uint8)
-        sums = self._sums.setdefault((param, plane), ([], []))
-
-        def work(piece: torch.Tensor, at: int) -> None:
-            sums[0].append(sum_of(piece))
-            sums[1].append(piece.numel())
-            if place is not None:
-                self._write(place[0], place[1] + at, piece)
-
         begun = [
-            self._thread.submit(work, flat[first : first + PIECE_BYTES], at + first)
+            self._thread.submit(self.write, param, plane, at + first, flat[first : first + PIECE_BYTES])
             for first in range(0, flat.numel(), PIECE_BYTES)
         ]
         self._writes += begun
         return begun
+
+    def write(self, param: str, plane: str, at: int, data: torch.Tensor) -> None:
+        """As :meth:`put`, of flat bytes, in the calling thread: they are written when it returns."""
+        place = self._plan.places.get((param, plane))
+        sums, sizes = self._sums.setdefault((param, plane), ([], []))
+        sums.append(sum_of(data))
+        sizes.append(data.numel())
+        if place is not None:
+            self._write(place[0], place[1] + at, data)
 
     def drain(self) -> None:
         """Waits for all writes, and raises what went wrong."""
@@ -147,8 +148,9 @@ class Writer:
         if fd < 0:
             return False
         if data.data_ptr() % PAGE_BYTES:
-            self._buffer[: data.numel()].copy_(data)
-            data = self._buffer[: data.numel()]
+            aligned = self._buffer[: data.numel()]
+            np.copyto(aligned.numpy(), data.numpy())  # torch would start threads in every thread that copies
+            data = aligned
         try:
             return os.pwrite(fd, memoryview(buffer_of(data)), offset) == data.numel()
         except OSError as error:

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from ..aio import PREFETCH, Queue
+from ..config.schema import Aio
 from ..errors import TransferError
 from ..links import Ticket, buffer_of, wait_for_end
 from ..optim.checksum import crc32c
 from .checksums import COMMIT_BLOCK_BYTES, Mismatch, Owner, explain, name_of
 from .commits import check_member, find_commits
 from .crc import join
-from .drives import FILE_NAME
+from .drives import FILE_NAME, open_queue
 from .layout import Extent, Item, PlaneKind
 from .manifest import ITEMSIZES, ItemEntry, Manifest, Shapes
 from .recovery import check_file
@@ -25,13 +26,17 @@ from .recovery import check_file
 class CommittedFiles:
     """The last commit in a swap directory. A run that goes on meanwhile may write over it: see :meth:`renew`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, manifest: Manifest | None = None, aio: Aio | None = None) -> None:
         """
+        Args:
+            manifest: of the commit, where it is known; nobody may commit again while it is read then.
+            aio: how the swap files are read.
+
         Raises:
             CheckpointError: there is no commit, or a file is missing.
         """
-        self._directory = directory
-        self.manifest: Manifest = find_commits(directory).newest
+        self._directory, aio = directory, aio or Aio()
+        self.manifest: Manifest = manifest or find_commits(directory).newest
         self._queues: list[Queue] = []
         with ExitStack() as stack:
             for path, entry in enumerate(self.manifest.files):
@@ -39,7 +44,9 @@ class CommittedFiles:
                 if path:
                     check_member(folder, self.manifest, path)
                 check_file(folder / FILE_NAME, entry.size)
-                self._queues.append(stack.enter_context(closing(Queue(folder / FILE_NAME, create=False))))
+                self._queues.append(
+                    stack.enter_context(closing(open_queue(folder / FILE_NAME, aio, create=False)))
+                )
             self._stack = stack.pop_all()
 
     def renew(self) -> bool:
@@ -57,27 +64,37 @@ class CommittedFiles:
         """Starts a read from the file on a path."""
         return self._queues[path].read(buffer_of(buffer), offset, priority=PREFETCH)
 
+    def start_part(
+        self, kind: PlaneKind, owner: int, item: Item, begin: int, buffer: torch.Tensor
+    ) -> list[Ticket]:
+        """Starts to fill ``buffer`` with the bytes of an item from ``begin`` on; zeros what was never written."""
+        entry = self.manifest.items[item.index]
+        size = 0 if entry is None else max(0, min(buffer.numel(), entry.written - begin))
+        buffer[size:].zero_()
+        if entry is None or not size:
+            return []
+        stripes, at = self.manifest.extents[entry.extent].of(kind, owner), item.begin + begin
+        return [
+            self.start(extent.path, extent.offset, buffer[first - at : last - at])
+            for first, last, extent in stripes.part(at, at + size)
+        ]
+
     def read(self, kind: PlaneKind, owner: int, item: Item) -> torch.Tensor:
         """All bytes of an item, which are those of the commit; zeros where it was never written.
 
         Raises:
             TransferError: they cannot be read, or have changed.
         """
-        found = torch.zeros(item.end - item.begin, dtype=torch.uint8)
-        entry = self.manifest.items[item.index]
-        if entry is None:
-            return found
-        at, flying = 0, []
+        found = torch.empty(item.end - item.begin, dtype=torch.uint8)
+        flying = self.start_part(kind, owner, item, 0, found)
         try:
-            for extent in self.extents(kind, owner, item, entry):
-                flying.append(self.start(extent.path, extent.offset, found[at : at + extent.size]))
-                at += extent.size
             while flying:
                 flying[0].wait()
                 flying.pop(0)
         finally:
             wait_for_end(flying)
-        if (total := sum_of(found[: entry.written])) != entry.crc32c:
+        entry = self.manifest.items[item.index]
+        if entry is not None and (total := sum_of(found[: entry.written])) != entry.crc32c:
             raise self.damage(kind, owner, item, entry, total)
         return found
 

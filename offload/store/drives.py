@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 from ..aio import Queue, Ticket
 from ..bytesize import MiB, format_bytes
@@ -32,6 +33,20 @@ PROBE_SECONDS = 0.4
 """Of writing, and of reading, for each measurement."""
 PROBE_REQUEST_BYTES = 8 * MiB
 PROBE_FILE_BYTES = 256 * MiB
+
+
+def open_queue(path: Path, aio: Aio, *, create: bool) -> Queue:
+    """A queue over a swap file."""
+    return Queue(
+        path,
+        backend=aio.backend,
+        queue_depth=aio.queue_depth,
+        request_bytes=aio.block_size,
+        direct_io=aio.direct_io,
+        threads=aio.thread_count,
+        sqpoll=aio.sqpoll,
+        create=create,
+    )
 
 
 class Drive:
@@ -56,16 +71,7 @@ class Drive:
 
     def open(self, name: str, *, create: bool = True) -> Queue:
         """A queue over a file in the directory."""
-        return Queue(
-            self.directory.path / name,
-            backend=self._aio.backend,
-            queue_depth=self._aio.queue_depth,
-            request_bytes=self._aio.block_size,
-            direct_io=self._aio.direct_io,
-            threads=self._aio.thread_count,
-            sqpoll=self._aio.sqpoll,
-            create=create,
-        )
+        return open_queue(self.directory.path / name, self._aio, create=create)
 
     def close(self) -> None:
         """Ends all transfers and removes file and directory, unless they belong to a commit. Idempotent."""

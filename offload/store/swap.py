@@ -332,8 +332,10 @@ class SwapStore:
         """Whether anything was written since the last commit."""
         return any(self._generations.changed())
 
-    def commit(self, shapes: Shapes, *, step: int, training: dict[str, Any]) -> None:
+    def commit(self, shapes: Shapes, *, step: int, training: dict[str, Any]) -> Manifest:
         """Makes what is written now the state that the next start finds. See `commits`, Note [Commit].
+
+        What it gives stays as it is until the next commit, and so do all bytes that it names.
 
         Args:
             shapes: of the plan, with the types of everything.
@@ -346,20 +348,19 @@ class SwapStore:
             raise AssertionError("what is committed has two generations")
         files = zip(self._drives, self._layout.sizes, strict=True)
         first, second = self._layout.generations
-        self._commits.commit(
-            Manifest(
-                run=self._commits.run,
-                serial=self._commits.serial + 1,
-                step=step,
-                time=int(time.time()),
-                files=tuple(FileEntry(str(drive.directory.path), size) for drive, size in files),
-                shapes=shapes,
-                extents=(first, second),
-                items=tuple(self._entries()),
-                training=training,
-            ),
-            self._generations.commit,
+        manifest = Manifest(
+            run=self._commits.run,
+            serial=self._commits.serial + 1,
+            step=step,
+            time=int(time.time()),
+            files=tuple(FileEntry(str(drive.directory.path), size) for drive, size in files),
+            shapes=shapes,
+            extents=(first, second),
+            items=tuple(self._entries()),
+            training=training,
         )
+        self._commits.commit(manifest, self._generations.commit)
+        return manifest
 
     def _entries(self) -> Iterator[ItemEntry | None]:
         for kind, owner, item in self._items.each():

@@ -165,3 +165,7 @@ def test_durability(tmp_path, capsys):
     assert first["loss"] == second["loss"] and list(tmp_path.iterdir()) == []
     assert max(save["bytes"] for save in (*first["flushing"], *first["nothing_to_flush"])) <= 1 << 20
     assert dict(durability.rows(first, second)).keys() >= {"a step, seconds", "prepare(resume=True), seconds"}
+    assert durability.main([*small, "--background", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["background"]
+    assert found["bytes"] > 100_000_000 and min(found["written"]) > 0 and list(tmp_path.iterdir()) == []
+    assert dict(durability.background_rows(found))["a step, seconds"] == f"{found['steps'][0]:.2f}"
