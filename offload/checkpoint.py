@@ -196,7 +196,12 @@ class LateStates:
         self._unread: weakref.WeakValueDictionary[int, ParamState] = weakref.WeakValueDictionary()
         self._count = itertools.count()
         self._access: ChunkAccess | None = None
-        engine.before_change = self.read_all
+        self._then = engine.before_change
+        engine.before_change = self._before_change
+
+    def _before_change(self) -> None:
+        self.read_all()
+        self._then()
 
     def give(self, stored: StoredParam) -> ParamState:
         """The state of one parameter as it is now."""

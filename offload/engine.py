@@ -90,7 +90,7 @@ class OffloadEngine:
         self.close_abandoned: Callable[[], bool] = lambda: False
         """Asks for the leases of forwards that have ended unheard; says whether there were any."""
         self.give_up_reads = self.close_abandoned  # and for a lease that a running forward may do without
-        self.before_change: Callable[[], None] = lambda: None
+        self.before_change: Callable[[], object] = lambda: None
         """Called before an update, a value that is written, or the end changes what can be read."""
         self._in_backward = False
         self._holds: dict[int, Hold] = {}  # of units in backward, oldest first

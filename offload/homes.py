@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,8 +14,7 @@ from .gradients import PassingGradients, WaitingGradients
 from .landing import CrossingLanding, Landing, LocalLanding
 from .ledger import Ledger
 from .lift import Lifts
-from .links import NEEDED_NOW, DeviceLinks, Ticket, wait_for_end
-from .pace import Pace
+from .links import NEEDED_NOW, DeviceLinks, Ticket
 from .partition import Partition, StoredParam
 from .pipeline import NvmeStates, ResidentStates, StateHome
 from .plan import GRAD_STAGING_SLOTS, Chunk, MemoryPlan
@@ -29,9 +26,6 @@ from .weights import HostPlanes, HostSlots, ResidentWeights, StreamedWeights
 
 RESIDUAL_DTYPES = {0: None, 1: torch.int8, 2: torch.int16}
 """Element type of the residual plane, by bytes per element; None where there is none."""
-
-WRITES_FLYING_MAX = 4
-"""Of what is at home in memory, at a commit."""
 
 Source = Callable[[StoredParam], torch.Tensor]
 """Gives the initial value of a parameter; asked once for each."""
@@ -228,44 +222,6 @@ def fetch_home(
             store.read_state(chunk, buffer, priority=NEEDED_NOW).wait()
             if buffer is not home:
                 home.copy_(buffer)
-
-
-def keep_home(
-    plan: MemoryPlan,
-    weights: ResidentWeights | StreamedWeights,
-    states: StateHome,
-    store: SwapStore,
-    *,
-    bytes_per_second: int | None,
-) -> None:
-    """Writes what is at home in memory, and has changed since the last time, to the store for a commit."""
-    pace, flying = Pace(bytes_per_second), deque[Ticket]()
-    try:
-        for size, ticket in _writes(plan, weights, states, store):
-            flying.append(ticket)
-            if len(flying) >= WRITES_FLYING_MAX:
-                flying[0].wait()
-                flying.popleft()
-            time.sleep(pace.delay(size))
-        while flying:
-            flying[0].wait()
-            flying.popleft()
-    finally:
-        wait_for_end(flying)
-
-
-def _writes(
-    plan: MemoryPlan, weights: ResidentWeights | StreamedWeights, states: StateHome, store: SwapStore
-) -> Iterator[tuple[int, Ticket]]:
-    """Starts to write all that is at home in memory: bytes and ticket of each write."""
-    for unit, layout in enumerate(plan.inventory.units):
-        if plan.placement.param_home != "nvme":
-            yield from store.keep_weight(unit, weights.host_plane(unit)[: layout.weight_bytes])
-    if isinstance(states, ResidentStates) and plan.placement.state_planes:
-        for index in sorted(states.changed):
-            chunk = plan.chunks[index]
-            yield plan.chunk_bytes(chunk), store.keep_state(chunk, states.read(chunk).cpu())
-        states.changed.clear()
 
 
 class _WayHome:

@@ -23,6 +23,9 @@ from .optim import make_optimizer
 from .partition import Partition
 from .placement import STATE_BLOCK, Placement, SwapPaths, swap_paths_of
 from .plan import MemoryPlan
+from .portable.commit import CommitFiles
+from .portable.directory import find
+from .portable.saved import CheckpointFiles
 from .store.commits import Found, find_commits
 from .store.directory import MANIFEST_NAMES, PREFIX, is_in_use
 from .store.manifest import Manifest, ParamDetail, Shapes, shapes_of
@@ -174,6 +177,16 @@ def _directories(path: Path) -> Iterator[Path]:
 def has_manifest(directory: Path) -> bool:
     """Whether it is a swap directory in which something was committed."""
     return any(os.path.lexists(directory / name) for name in MANIFEST_NAMES)
+
+
+def open_saved(root: Path, tag: str | None) -> CheckpointFiles | CommitFiles:
+    """A commit or a checkpoint, to be copied. Raises CheckpointError where there is none."""
+    if has_manifest(root):
+        return CommitFiles(root)
+    try:
+        return CheckpointFiles(find(root, tag))
+    except FileNotFoundError:
+        raise NoCheckpointError(f"{root}: nothing was saved there") from None
 
 
 def _time(directory: Path) -> float:

@@ -2,9 +2,10 @@
 
 Note [Saving]
 What is at home on nvme is there already: a commit names it. What is at home in memory is written to its extents
-first, one chunk or part of a weight plane after the other, at most `durability.write_bytes_per_second`. Training waits
-for that: with two generations there is no third extent to which nvme-homed planes could be written meanwhile, and
-so what is saved is the state at the call. With it go the training state (`training_state`) and its tensors.
+first, one chunk or part of a weight plane after the other, at most `durability.write_bytes_per_second` (`keeping`).
+What is saved is the state at the call: training waits for it, or, in the background, the next update does, since with
+two generations there is no third extent for what is at home on nvme. With it go the training state
+(`training_state`) and its tensors, written at the call.
 A checkpoint in another place is written from the engine, while training waits, or in the background from a commit
 that is made for it (`portable.background`): the next commit then waits for the copy, as there is no third generation.
 """
@@ -22,22 +23,22 @@ from torch import nn
 
 from .config.schema import Aio, Durability
 from .engine import OffloadEngine
-from .errors import CheckpointError, ConfigError, NoCheckpointError, OffloadError, TransferError
-from .homes import fetch_home, keep_home
+from .errors import CheckpointError, ConfigError, OffloadError, TransferError
+from .homes import fetch_home
+from .keeping import BegunCommit, Keeping
 from .ledger import Ledger
 from .models.pretrained import config_of
 from .pipeline import NvmeStates, ResidentStates
 from .portable.background import BackgroundSaving
 from .portable.commit import CommitFiles
-from .portable.directory import find
 from .portable.load import load, match
 from .portable.save import Content, Destination, LiveState, Saving
-from .portable.saved import CheckpointFiles, TensorsOf
-from .resuming import find_target, has_manifest, read_training, shapes_for
+from .portable.saved import TensorsOf
+from .resuming import find_target, has_manifest, open_saved, read_training, shapes_for
 from .store.commits import find_commits
-from .store.manifest import Manifest, Shapes
+from .store.manifest import Shapes
 from .store.swap import SwapStore
-from .store.tensors import Tensors, forget_tensors, write_tensors
+from .store.tensors import Tensors
 from .training_state import Stateful, TrainingState, capture, check_engine, restore, restore_part
 from .weights import HostSlots, StreamedWeights
 
@@ -69,7 +70,9 @@ class SavedEngine(OffloadEngine):
         self._before = (0, 0)  # steps applied, and refused, that the ledger does not count
         self._kept: deque[str | None] = deque(maxlen=2)  # files of tensors of the last commits
         self._background: BackgroundSaving | None = None
+        self._begun: BegunCommit | None = None
         super().__init__(*args, **more)
+        self.before_change = self._end_commit
         if going_on is not None:
             self._going_on = going_on
 
@@ -130,22 +133,33 @@ class SavedEngine(OffloadEngine):
         self.before_change()
         return super().step()
 
+    def poll(self) -> None:
+        super().poll()
+        if self._begun is not None:
+            self._begun.advance()
+
+    def settle(self) -> None:
+        super().settle()
+        self._end_commit()
+
     def close(self) -> None:
         """As :meth:`OffloadEngine.close`. A swap directory in which something was committed stays.
 
-        A checkpoint that is saved in the background is waited for, and what went wrong with it is raised when all is
-        closed. Ctrl-C meanwhile gives it up.
+        What is saved in the background is waited for, and what went wrong with it is raised when all is closed. Ctrl-C
+        meanwhile gives it up.
         """
         try:
             if self._background is not None:
                 self._background.wait(or_cancel=True)
         finally:
-            if self.is_open and self._failure is None and os.getpid() == self._owner_pid:
-                self.before_change()
-            super().close()
-            self._model = None
-            self._parts.clear()
-            self._going_on = None
+            try:
+                if self.is_open and self._failure is None and os.getpid() == self._owner_pid:
+                    self.before_change()
+            finally:
+                super().close()
+                self._model = None
+                self._parts.clear()
+                self._going_on = None
         self.wait_for_checkpoint()
 
     def discard(self) -> None:
@@ -187,8 +201,9 @@ class SavedEngine(OffloadEngine):
             exclude_frozen: of a checkpoint, leave out frozen weights; loading then needs the same base.
             keep_last: of checkpoints, so many stay in ``dir``.
             latest: of a checkpoint, make it the one that is loaded where no tag is given.
-            background: commit the store, and copy the commit to the checkpoint while training goes on. Needs
-                ``durability.generations`` 2. Of a commit alone, nothing is left to do in the background.
+            background: of a checkpoint, commit the store, and copy the commit while training goes on; that needs
+                ``durability.generations`` 2. Of a commit, write state that is at home in memory while the next forward
+                and backward run: the commit is made before the next update, which raises what goes wrong with it.
 
         Returns:
             The directory.
@@ -206,7 +221,11 @@ class SavedEngine(OffloadEngine):
             state = self._capture(tag, client_state)
             if dir is None or self.is_in_swap_path(Path(dir)):
                 store = self._committing_store()
-                self._commit(store, state)
+                begun = self._begin_commit(store, state)
+                if background:
+                    self._begun = begun
+                else:
+                    begun.end(self._shapes)
                 return store.path
             to = Destination(
                 directory=Path(os.path.abspath(os.path.expanduser(dir))),
@@ -225,7 +244,7 @@ class SavedEngine(OffloadEngine):
         store = self._committing_store("leave background=True out")
         self._background = BackgroundSaving(
             store.path,
-            self._commit(store, state),
+            self._begin_commit(store, state).end(self._shapes),
             self._aio,
             content,
             to,
@@ -236,15 +255,18 @@ class SavedEngine(OffloadEngine):
 
     @property
     def is_saving(self) -> bool:
-        """Whether a checkpoint is being written in the background."""
-        return self._background is not None and self._background.is_running
+        """Whether a commit or a checkpoint is being written in the background."""
+        is_running = self._background is not None and self._background.is_running
+        return is_running or (self._begun is not None and os.getpid() == self._owner_pid)
 
     def wait_for_checkpoint(self) -> None:
-        """Returns when the checkpoint that is saved in the background is whole and on stable storage, or none is.
+        """Returns when what is saved in the background is whole and on stable storage, or nothing is.
 
         Raises:
             StoreError: it could not be written; what was there before stands, and training may go on. Raised once.
+            TransferError: of a commit, a write has failed for good: the engine stops; the commit before stands.
         """
+        self._end_commit()
         if self._background is not None:
             self._background.wait()
             if (failure := self._background.take_failure()) is not None:
@@ -266,21 +288,18 @@ class SavedEngine(OffloadEngine):
         """What a commit says of model and plan: the same in every commit of a run."""
         return shapes_for(self.partition, self.plan)
 
-    def _commit(self, store: SwapStore, state: TrainingState) -> Manifest:
+    def _begin_commit(self, store: SwapStore, state: TrainingState) -> BegunCommit:
         self.settle_updates()
-        keep_home(
-            self.plan,
-            self.weights,
-            self._states,
-            store,
-            bytes_per_second=self._durability.write_bytes_per_second,
-        )
-        tensors = write_tensors(store.path, store.serial + 1, state.tensors)
-        training = {"state": state.values, "tensors": tensors}
-        manifest = store.commit(self._shapes, step=state.step, training=training)
-        self._kept.append(tensors["file"])
-        forget_tensors(store.path, {name for name in self._kept if name is not None})
-        return manifest
+        rate = self._durability.write_bytes_per_second
+        keeping = Keeping(self.plan, self.weights, self._states, store, bytes_per_second=rate)
+        return BegunCommit(store, keeping, state, self._kept)
+
+    def _end_commit(self) -> None:
+        """Makes the commit that was begun in the background, if one was: here or never."""
+        begun, self._begun = self._begun, None
+        if begun is not None and os.getpid() == self._owner_pid:
+            with self._guard():
+                begun.end(self._shapes)
 
     def _committing_store(self, otherwise: str = "give a directory elsewhere") -> SwapStore:
         if self._store is None:
@@ -361,6 +380,7 @@ class SavedEngine(OffloadEngine):
         """
         if self._background is not None:
             self._background.wait()
+        self._end_commit()
         with self._guard():
             self._refuse_half_a_step("loaded")
             own, is_whole = self._store, strict and not weights_only
@@ -391,7 +411,7 @@ class SavedEngine(OffloadEngine):
         self, root: Path, tag: str | None, *, strict: bool, weights_only: bool
     ) -> tuple[str, dict[str, Any]]:
         """Takes over the values of a checkpoint, or of the commit of a run that has ended."""
-        with self._open(root.expanduser(), tag) as saved:
+        with open_saved(root.expanduser(), tag) as saved:
             try:
                 state = TrainingState.of(saved.training, TensorsOf(saved))
                 if isinstance(saved, CommitFiles) and tag is not None and state.tag != tag:
@@ -406,14 +426,6 @@ class SavedEngine(OffloadEngine):
             if matched.is_whole:
                 self._restore(state, is_committed=False)
             return str(saved.where), state.client_state
-
-    def _open(self, root: Path, tag: str | None) -> CheckpointFiles | CommitFiles:
-        if has_manifest(root):
-            return CommitFiles(root)
-        try:
-            return CheckpointFiles(find(root, tag))
-        except FileNotFoundError:
-            raise NoCheckpointError(f"{root}: nothing was saved there") from None
 
     def _holds_own(self, store: SwapStore, path: Path) -> bool:
         wanted = path.expanduser().absolute()

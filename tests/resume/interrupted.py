@@ -13,6 +13,7 @@ import torch
 from models import Outcome, Placement, Training
 
 import offload
+from offload import lifetime
 
 GIB = 1 << 30
 
@@ -125,3 +126,11 @@ def remove(swap: Path) -> None:
     """As the user would do it."""
     for directory in swap.iterdir():
         shutil.rmtree(directory)
+
+
+def die(engine):
+    """As a process that is killed: everything is closed, nothing is removed."""
+    for drive in engine._store._drives:
+        drive.queue.close()
+        drive.directory.release()
+    lifetime.forget(engine)

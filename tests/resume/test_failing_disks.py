@@ -7,24 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from interrupted import remove
+from interrupted import die, remove
 from kills import Loop, undisturbed
 
-from offload import aio, lifetime
+from offload import lifetime
 from offload.errors import CheckpointError, OffloadError, StoreError, TransferError
 
 sys.path.append(str(Path(__file__).parents[1] / "store"))
 from power import Disk, PowerCut
 
 MICRO_BATCHES = 6
-
-
-def die(engine):
-    """As a process that is killed: everything is closed, nothing is removed."""
-    for drive in engine._store._drives:
-        drive.queue.close()
-        drive.directory.release()
-    lifetime.forget(engine)
 
 
 def go_on(seed, swap_path, committed):
@@ -38,18 +30,6 @@ def go_on(seed, swap_path, committed):
         loop.micro_batch()
         assert loop.digest() == digests[place + 1]
         loop.engine.save_checkpoint()
-
-
-@pytest.fixture
-def failing(monkeypatch):
-    """Every swap file is opened with these faults; none, when the test takes them away."""
-    faults = {}
-
-    def open_queue(path, **settings):
-        return aio.Queue(path, **{**settings, "faults": dict(faults) or None})
-
-    monkeypatch.setattr("offload.store.drives.Queue", open_queue)
-    return faults
 
 
 @pytest.mark.parametrize("seed", range(8))
