@@ -312,6 +312,7 @@ class OptimizerPipeline:
     def close(self) -> None:
         """Waits for what is in flight, whatever its outcome, so that buffers may go."""
         tickets = [job.loading for job in self._jobs if job.loading is not None]
+        tickets += [job.update.arrived for job in self._jobs if job.update is not None]
         tickets += [ticket for writing in self._writing for ticket in writing.tickets]
         wait_for_end(tickets)
         self._jobs.clear()

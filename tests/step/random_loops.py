@@ -197,7 +197,8 @@ class Runner:
         output = self.model(self.batch(number))
         first, second = self.loss(output), sum(leaf.float().sin().sum() for leaf in _tensors(output))
         first.backward(retain_graph=True)
-        second.backward()
+        if second.requires_grad:
+            second.backward()
 
     def _with_input(self, number: int) -> tuple[Batch, torch.Tensor]:
         batch = self.batch(number)

@@ -166,6 +166,25 @@ def test_a_gradient_after_the_update_is_refused_by_name(accelerator, prepare):
             loss.backward()
 
 
+class Twice(Net):
+    """A checkpoint within the forward, twice."""
+
+    def forward(self, x):
+        first, between, last = self.layers
+        for layer in (first, last):
+            x = checkpoint(between, layer(x), use_reentrant=True)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_close_after_a_backward_that_was_refused_waits_for_gradients_on_their_way(seed, prepare):
+    """Their sums are still being copied from the device."""
+    model, optimizer = prepare(seeded(Twice), "none-backward", accelerator=f"simulated:{seed}")
+    with pytest.raises(OffloadError, match="got a gradient after"):
+        model(rows().requires_grad_()).backward()
+    optimizer.engine.close()
+
+
 @pytest.mark.parametrize("accelerator", ACCELERATORS)
 def test_a_second_backward_is_refused_by_name_where_the_update_runs_in_backward(accelerator, prepare):
     model, _ = prepare(seeded(), "nvme-backward", accelerator=accelerator)
