@@ -168,4 +168,7 @@ def test_durability(tmp_path, capsys):
     assert durability.main([*small, "--background", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["background"]
     assert found["bytes"] > 100_000_000 and min(found["written"]) > 0 and list(tmp_path.iterdir()) == []
-    assert dict(durability.background_rows(found))["a step, seconds"] == f"{found['steps'][0]:.2f}"
+    assert dict(durability.background_rows(found)).keys() >= {
+        "a step, seconds",
+        "seconds until that is written",
+    }

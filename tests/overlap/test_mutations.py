@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import offload
-from offload import accel, gradients, landing, lift, links, mover, partition
+from offload import accel, gradients, landing, lift, links, mover
 from offload.accel.simulated import SimulatedAccelerator, SimulatedStream
 from offload.errors import OffloadError
 
@@ -81,7 +81,7 @@ def kept_view(model, _optimizer, batch):
 def saved_parameter(model, _optimizer, batch):
     """A penalty whose graph has saved the parameter itself, because nobody may pack it."""
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        penalty = model.blocks[0].up.weight.norm()
+        penalty = model.blocks[-1].up.weight.norm()  # differentiated last, when its unit has left
     return model(batch) + penalty
 
 
@@ -327,9 +327,6 @@ MUTATIONS = {
     "an updated unit is not lifted": ("host", (mover.Mover, "spoil", nothing)),
     "a slot is reused while a view looks at it": (
         "kept-view", (mover.Slot, "is_looked_at", property(lambda self: False)),
-    ),
-    "a slot is reused while a graph has its parameters": (
-        "saved-parameter", (partition.Partition, "is_saved", lambda self, unit: False),
     ),
     "a unit may not be lifted for good once it changes": ("host", (lift.Lifts, "end_change", nothing)),
     "half an update is lifted": ("branched", (lift.Lifts, "begin_change", change_without_hold)),
