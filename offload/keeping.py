@@ -40,8 +40,8 @@ class Keeping:
         *,
         bytes_per_second: int | None = None,
     ) -> None:
-        self._plan, self._store = plan, store
-        self._weights, self._states = self._weight_writes(weights), self._state_writes(states)
+        self._plan, self._store, self._weights = plan, store, weights
+        self._states = self._state_writes(states)
         self._flying: deque[Ticket] = deque()
         self._pace, self._due = Pace(bytes_per_second), 0.0
 
@@ -51,7 +51,7 @@ class Keeping:
         Raises:
             TransferError: one could not be; nothing can be committed any more.
         """
-        self._write_all(self._weights)
+        self._write_all(self._weight_writes())
 
     def advance(self) -> None:
         """Starts the writes of state that can be started without waiting. Raises as :meth:`write_weights`."""
@@ -62,8 +62,7 @@ class Keeping:
                 return
 
     def end(self) -> None:
-        """Returns when everything has been written. Raises as :meth:`write_weights`."""
-        self._write_all(self._weights)
+        """Returns when all state has been written. Raises as :meth:`write_weights`."""
         self._write_all(self._states)
 
     def _write_all(self, writes: Iterator[tuple[int, Ticket]]) -> None:
@@ -89,10 +88,11 @@ class Keeping:
         self._flying[0].wait()
         self._flying.popleft()
 
-    def _weight_writes(self, weights: ResidentWeights | StreamedWeights) -> Iterator[tuple[int, Ticket]]:
+    def _weight_writes(self) -> Iterator[tuple[int, Ticket]]:
         if self._plan.placement.param_home != "nvme":
             for unit, layout in enumerate(self._plan.inventory.units):
-                yield from self._store.keep_weight(unit, weights.host_plane(unit)[: layout.weight_bytes])
+                plane = self._weights.host_plane(unit)[: layout.weight_bytes]
+                yield from self._store.keep_weight(unit, plane)
 
     def _state_writes(self, states: StateHome) -> Iterator[tuple[int, Ticket]]:
         if isinstance(states, ResidentStates) and self._plan.placement.state_planes:

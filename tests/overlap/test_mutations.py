@@ -81,7 +81,7 @@ def kept_view(model, _optimizer, batch):
 def saved_parameter(model, _optimizer, batch):
     """A penalty whose graph has saved the parameter itself, because nobody may pack it."""
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        penalty = model.blocks[-1].up.weight.norm()  # differentiated last, when its unit has left
+        penalty = model.blocks[-1].up.weight.norm()
     return model(batch) + penalty
 
 

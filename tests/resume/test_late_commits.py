@@ -23,6 +23,15 @@ PLACES = [
 BOTH = Placement("cpu", "cpu")
 
 
+def go_on(training, placement, swap_path, first, last):
+    """From the commit, which is of micro-batch ``first``, with the bits of a run without a break."""
+    with running(training, placement, swap_path, resume=True) as run:
+        assert run.place == first
+        run.train(last - first)
+        run.state().assert_same_bits(after(training, first, last))
+    remove(swap_path)
+
+
 @pytest.mark.parametrize("placement", PLACES, ids=str)
 def test_training_goes_on_until_the_next_update(placement, swap_path):
     with running(TRAINING, placement, swap_path) as run:
@@ -36,11 +45,7 @@ def test_training_goes_on_until_the_next_update(placement, swap_path):
         assert find_commits(directory).newest.step == 2
         run.train(4)
         run.state().assert_same_bits(after(TRAINING, 0, 10))
-    with running(TRAINING, placement, swap_path, resume=True) as run:
-        assert run.place == 4
-        run.train(4)
-        run.state().assert_same_bits(after(TRAINING, 4, 8))
-    remove(swap_path)
+    go_on(TRAINING, placement, swap_path, 4, 8)
 
 
 @pytest.mark.parametrize(
@@ -56,10 +61,7 @@ def test_it_ends_before_a_backward_that_updates(placement, swap_path):
         loss.backward()
         assert not run.engine.is_saving and run.engine.commit_serial == 1
         run.optimizer.step()
-    with running(training, placement, swap_path, resume=True) as run:
-        run.train(2)
-        run.state().assert_same_bits(after(training, 2, 4))
-    remove(swap_path)
+    go_on(training, placement, swap_path, 2, 4)
 
 
 def test_state_is_written_meanwhile(swap_path):
@@ -105,10 +107,7 @@ def test_whatever_changes_or_ends_something_ends_it_first(end, swap_path):
         directory = run.engine.save_checkpoint(background=True)
         ENDS[end](run)
         assert find_commits(directory).newest.step == 1
-    with running(TRAINING, BOTH, swap_path, resume=True) as run:
-        run.train(2)
-        run.state().assert_same_bits(after(TRAINING, 2, 4))
-    remove(swap_path)
+    go_on(TRAINING, BOTH, swap_path, 2, 4)
 
 
 def test_weights_that_user_code_writes_in_memory_are_those_of_the_call(swap_path):
@@ -117,10 +116,7 @@ def test_weights_that_user_code_writes_in_memory_are_those_of_the_call(swap_path
         run.engine.save_checkpoint(background=True)
         run.model.blocks[0].norm1.weight.data.fill_(3.0)
         run.engine.wait_for_checkpoint()
-    with running(TRAINING, BOTH, swap_path, resume=True) as run:
-        run.train(2)
-        run.state().assert_same_bits(after(TRAINING, 2, 4))
-    remove(swap_path)
+    go_on(TRAINING, BOTH, swap_path, 2, 4)
 
 
 def test_a_process_that_dies_meanwhile_leaves_the_commit_before(swap_path):
@@ -131,11 +127,7 @@ def test_a_process_that_dies_meanwhile_leaves_the_commit_before(swap_path):
     run.engine.save_checkpoint(background=True)
     run.train(1)
     die(run.engine)
-    with running(TRAINING, BOTH, swap_path, resume=True) as run:
-        assert run.place == 2
-        run.train(4)
-        run.state().assert_same_bits(after(TRAINING, 2, 6))
-    remove(swap_path)
+    go_on(TRAINING, BOTH, swap_path, 2, 6)
 
 
 def test_a_forked_child_ends_nothing(swap_path):
