@@ -2,9 +2,10 @@
 // check of the processor at run time.
 #include "optim/kernels.h"
 #include "optim/vec_avx512.h"
+#include "optim/vec_avx512_pairs.h"
 
 namespace offload::optim {
 
-constinit const KernelTable kAvx512Kernels = make_kernel_table<VecAvx512, VecAvx512>();
+constinit const KernelTable kAvx512Kernels = make_kernel_table<VecAvx512, VecAvx512Pairs>();
 
 }  // namespace offload::optim

@@ -1,12 +1,7 @@
 // Sixteen elements in one AVX-512 register.
 #pragma once
 
-// GCC 12 warns of its own _mm512_undefined_*() placeholders.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-
+#include "optim/avx512_intrinsics.h"
 #include "optim/kernel_table.h"
 #include "optim/words_256.h"
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from planes import FORMATS, HYPER, NUMELS, Planes, gradient, on_avx2, same_bits
+from planes import FORMATS, HYPER, NUMELS, Planes, gradient, same_bits, where_fused_adam_is_ours
 
 from offload.optim import kernels
 from offload.optim.kernels import Segment
@@ -56,7 +56,7 @@ def test_hundred_steps_equal_torch(format_: str) -> None:
     assert_tracks_torch(4097, format_, steps=100)
 
 
-@on_avx2
+@where_fused_adam_is_ours
 @pytest.mark.parametrize("adamw_mode", [True, False])
 @pytest.mark.parametrize(
     "changed",

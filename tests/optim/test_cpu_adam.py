@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from planes import on_avx2
+from planes import where_fused_adam_is_ours
 from torch import nn
 
 import offload
@@ -53,7 +53,7 @@ def assert_same(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
         assert torch.equal(a, b)
 
 
-@on_avx2
+@where_fused_adam_is_ours
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_a_hundred_steps_are_torchs(decoupled: bool) -> None:
     ours, theirs = parameters(), parameters()
@@ -69,7 +69,7 @@ def test_a_hundred_steps_are_torchs(decoupled: bool) -> None:
     assert_same(ours, theirs)
 
 
-@on_avx2
+@where_fused_adam_is_ours
 @pytest.mark.parametrize("first_is_ours", [True, False])
 def test_the_state_goes_over_in_both_directions(first_is_ours: bool) -> None:
     """Thirty steps with one, saved, thirty with the other: as sixty with torch's."""

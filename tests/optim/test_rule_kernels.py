@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from planes import NUMELS, on_avx2, same_bits
+from planes import NUMELS, same_bits, where_fused_adam_is_ours
 from rule_planes import (
     FORMATS,
     KINDS,
@@ -47,7 +47,7 @@ def track_torch(
     return planes, param
 
 
-@on_avx2
+@where_fused_adam_is_ours
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hundred_steps_are_torchs_bit_for_bit(kind: str) -> None:
     """Weights in fp32 and in two planes, each type of gradient, and a length that is no whole vector."""
@@ -67,7 +67,7 @@ CHANGED = [
 ]
 
 
-@on_avx2
+@where_fused_adam_is_ours
 @pytest.mark.parametrize(("kind", "changed"), CHANGED, ids=str)
 def test_numbers_are_where_torch_has_them(kind: str, changed: dict[str, float]) -> None:
     planes, param = track_torch(kind, 1025, "fp32/fp32/fp32", steps=20, **changed)

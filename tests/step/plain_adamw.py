@@ -13,15 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from fused_adam import FUSED_ADAM_IS_OURS
 from models import half_up
 from torch import nn
 
 import offload
 
 VECTOR = 16
-FUSED_ADAM_IS_OURS = torch.backends.cpu.get_cpu_capability() == "AVX2"
-"""Elsewhere torch's fused Adam was never compared with ours: it may round in other places. The engine's own kernel
-takes its place there, and what is compared is the loop."""
 
 
 class PlainAdamW(torch.optim.Optimizer):
@@ -40,7 +38,7 @@ class PlainAdamW(torch.optim.Optimizer):
         if FUSED_ADAM_IS_OURS:
             self.inner: torch.optim.Optimizer = torch.optim.AdamW(inner, **defaults, fused=True)
         else:
-            self.inner = offload.CPUAdam(inner, **defaults)
+            self.inner = offload.CPUAdam(inner, **defaults)  # what is compared is the loop
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

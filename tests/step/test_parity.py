@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from fused_adam import FUSED_ADAM_IS_OURS
 from models import Placement, Training, train_offloaded, train_plain
 
 PLACEMENTS = [
@@ -49,10 +50,6 @@ STEP_LOOPS = {
         groups=True, schedule=True,
     ),
 }  # fmt: skip
-
-
-FUSED_ADAM_IS_OURS = torch.backends.cpu.get_cpu_capability() == "AVX2"
-"""Elsewhere torch's fused Adam was never compared with ours: it may round in other places."""
 
 
 @cache
