@@ -46,25 +46,25 @@ class Shown(Enum):
 class Slot:
     """Memory for one weight plane that compute reads: uint8, with a storage of its own."""
 
-    __slots__ = ("_others", "_parameters", "_storage", "shown", "tensor")
+    __slots__ = ("_others", "_own", "_parameters", "_storage", "shown", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self._storage: int = tensor.untyped_storage()._cdata  # its address: holding it would count
-        self.emptied()
-
-    def emptied(self) -> None:
-        """Nobody looks at it, no parameter either."""
         self.shown = Shown.NOTHING
-        self._parameters = self._count()
-        self._others = 0
+        self._own = self._count()
+        self._parameters = self._others = 0
 
-    def repoint(self, point: Callable[[], None], shown: Shown) -> None:
-        """Points parameters at the slot, or away from it, while others may be looking."""
+    def repoint(self, point: Callable[[], int], shown: Shown) -> None:
+        """Points parameters at the slot, or away from it, while others may be looking or just stop to look.
+
+        Args:
+            point: returns how many parameters share the slot's memory now.
+            shown: which of the unit's do.
+        """
         self._others = self._count_others()
         self.shown = Shown.UNKNOWN
-        point()
-        self._parameters = self._count() - self._others
+        self._parameters = point()
         self.shown = shown
 
     @property
@@ -73,7 +73,7 @@ class Slot:
         return self._count_others() > 0
 
     def _count_others(self) -> int:
-        return self._others if self.shown is Shown.UNKNOWN else self._count() - self._parameters
+        return self._others if self.shown is Shown.UNKNOWN else self._count() - self._own - self._parameters
 
     def _count(self) -> int:
         count: int = torch._C._storage_Use_Count(self._storage)
@@ -89,9 +89,9 @@ class Mover:
         unit_count: int,
         slots: list[torch.Tensor],
         read: Read,
-        attach: Callable[[int, torch.Tensor], None],
-        detach: Callable[[int], None],
-        detach_trained: Callable[[int], None],
+        attach: Callable[[int, torch.Tensor], int],
+        detach: Callable[[int], int],
+        detach_trained: Callable[[int], int],
         is_saved: Callable[[int], bool],
         reclaim: Callable[[], bool],
         scheduler: PrefetchScheduler,
@@ -102,7 +102,8 @@ class Mover:
         Args:
             slots: what compute reads: with ``lifts``, their device halves.
             read: starts a read of a unit's plane.
-            attach: points a unit's parameters at a slot.
+            attach: points a unit's parameters at a slot. It and the next two return how many parameters of the
+                unit share a slot's memory then.
             detach: makes a unit's parameters absent.
             detach_trained: makes those absent that are trained.
             is_saved: whether a graph holds parameters of a unit.
@@ -207,9 +208,9 @@ class Mover:
         if self._lifts is None or copy.slot is None:
             return
         slot = self._slot(copy)
-        if size is None:
+        if size is None or slot.shown is Shown.UNKNOWN:
             self._hide(unit)
-        elif slot.shown in (Shown.ALL, Shown.UNKNOWN):  # a backward may still read frozen parameters
+        elif slot.shown is Shown.ALL:  # a backward may still read frozen parameters
             slot.repoint(lambda: self._detach_trained(unit), Shown.FROZEN)
         self._lifts.spoil(copy.slot, size)
 
@@ -308,7 +309,6 @@ class Mover:
             if self._lifts is not None:
                 self._lifts.settle(slot)
                 self._lifts.spoil(slot)
-            self.slots[slot].emptied()
             self._tickets[unit] = self._read(unit, slot, priority)
         except Exception:
             self.residency.drop(unit)

@@ -107,6 +107,11 @@ class StoredParam:
         if self.watcher is not None and self.gathered is None:
             watch(self.param, self.watcher)
 
+    @property
+    def may_share(self) -> bool:
+        """Whether it shares the memory of a plane that it is attached to: it has bytes, and is not gathered."""
+        return self.gathered is None and self.absent.numel() > 0
+
     def take(self, data: torch.Tensor) -> None:
         """Makes ``data`` the parameter's, whatever it was."""
         unwatch(self.param)
@@ -280,15 +285,20 @@ class Partition:
         """All trained parameters, unit by unit, in the order of their planes."""
         return [stored for unit in self.trained for stored in unit]
 
-    def attach(self, unit: int, plane: torch.Tensor) -> None:
-        """Points the unit's parameters at their bytes in ``plane`` (uint8)."""
+    def attach(self, unit: int, plane: torch.Tensor) -> int:
+        """Points the unit's parameters at their bytes in ``plane`` (uint8). Returns how many share its memory then."""
         self._note_marked(unit)
+        sharing = 0
         # A view made in inference mode could not be trained afterwards.
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             typed = {dtype: plane.view(dtype) for dtype in self._dtypes[unit]}
             for stored in self.units[unit]:
-                if stored.point(stored.view(typed[stored.dtype])):
+                # One without elements has no bytes there, nor an address that tells where it points.
+                data = stored.view(typed[stored.dtype]) if stored.absent.numel() else stored.absent
+                if stored.point(data):
                     self._lost.append(stored.name)
+                sharing += stored.may_share
+        return sharing
 
     def refuse_misuse(self) -> None:
         """Raises OffloadError, once, for what user code has done to parameters that were not there."""
@@ -299,11 +309,20 @@ class Partition:
                 " write inside `with offload.gather(parameters, modify=True)`"
             )
 
-    def detach(self, unit: int, *, only_trained: bool = False) -> None:
-        """Makes the unit's parameters absent. See Note [Absent parameters]."""
+    def detach(self, unit: int, *, only_trained: bool = False) -> int:
+        """Makes the unit's parameters absent. See Note [Absent parameters].
+
+        Returns:
+            How many of the unit's share the memory of a plane then, if all have been attached to it before.
+        """
         members = self.trained[unit] if only_trained else self.units[unit]
         with torch._C.DisableTorchFunctionSubclass():
             self._lost += [stored.name for stored in members if stored.point(stored.absent)]
+        return (
+            sum(stored.may_share for stored in self.units[unit] if not stored.trainable)
+            if only_trained
+            else 0
+        )
 
     def watch(self, unit: int) -> None:
         """No forward uses the unit now."""

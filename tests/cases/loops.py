@@ -40,7 +40,7 @@ def compare(prepare, home, build, loop, groups=None, *, atol=1e-7, **settings):
     model, optimizer = prepare(model, home, groups(model) if groups else None, **settings)
     torch.manual_seed(1)
     got = loop(model, optimizer)
-    close(got, expected)
+    close(got, expected, atol=atol)
     close(dict(model.state_dict()), dict(plain.state_dict()), atol=atol)
     return model, optimizer, plain
 

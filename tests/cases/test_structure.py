@@ -103,7 +103,8 @@ def test_s03_evaluation_between_and_inside(home, prepare):
         train(model, optimizer, (2, 3), watch)
         return seen
 
-    model, _, _ = compare(prepare, home, Evaluated, loop)
+    # Logits may be near zero: an ulp of the sum is more of them.
+    model, _, _ = compare(prepare, home, Evaluated, loop, atol=1e-6)
     quiet = seeded(Evaluated)
     loop(quiet, adamw(quiet.parameters()), watch=False)
     close(dict(model.state_dict()), dict(quiet.state_dict()))

@@ -135,12 +135,14 @@ class SimulatedRun:
         self.weights.poll()
         self.check()
 
-    def _attach(self, unit: int, plane: torch.Tensor) -> None:
+    def _attach(self, unit: int, plane: torch.Tensor) -> int:
         assert plane.data_ptr() not in self.attached.values(), "a slot used by two units"
         self.attached[unit] = plane.data_ptr()
+        return 0  # no parameter
 
-    def _detach(self, unit: int) -> None:
+    def _detach(self, unit: int) -> int:
         self.attached.pop(unit, None)
+        return 0
 
     def _reclaim(self) -> bool:
         if self.pipeline.give_way():

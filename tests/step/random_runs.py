@@ -233,12 +233,8 @@ def may_refuse(case: Case, place: Place) -> str:
     """What the engine may say instead: a pattern; empty where it has to train."""
     patterns = []
     if place.param == "nvme" or place.accelerator != "auto" or os.environ.get(ENVIRONMENT):
-        keeps_slots = {"train: penalty of the input", "train: penalty of a weight"}
-        if (
-            case.features & keeps_slots
-        ):  # a second derivative keeps what it has used, and an unpacked weight its slot
-            patterns.append("weight slots are in use")
-        if case.features & (NEEDS_SEVERAL_UNITS | {"checkpoint", "reentrant"}):
+        keeps_slots = {"train: penalty of the input"}  # a second derivative keeps what it has used
+        if case.features & (keeps_slots | NEEDS_SEVERAL_UNITS | {"checkpoint", "reentrant"}):
             patterns.append("weight slots are in use")
     if place.update == "backward":
         patterns += ["gradient slots wait"]

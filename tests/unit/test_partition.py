@@ -209,6 +209,25 @@ def test_coming_and_going_changes_no_value(net):
     assert torch.equal(net.counts, torch.arange(11))
 
 
+def test_how_many_parameters_share_a_plane_is_told(net):
+    """Empty, frozen, gathered and tied ones among them."""
+    partition = partition_of(net)
+    stored = stored_by_name(partition)["blocks.0.weight"]
+    stored.gathered = torch.zeros((9, 5), dtype=torch.bfloat16)
+
+    def sharing(unit, plane):
+        storage = plane.untyped_storage().data_ptr()
+        return sum(s.param.untyped_storage().data_ptr() == storage for s in partition.units[unit])
+
+    for unit in range(len(partition.units)):
+        first, second = plane_of(partition, unit), plane_of(partition, unit)
+        assert partition.attach(unit, first) == sharing(unit, first)
+        assert partition.attach(unit, second) == sharing(unit, second)
+        assert not sharing(unit, first)
+        assert partition.detach(unit, only_trained=True) == sharing(unit, second)
+        assert partition.detach(unit) == sharing(unit, second) == 0
+
+
 # -- writes of user code ----------------------------------------------------------------------------------
 
 
