@@ -238,6 +238,10 @@ def may_refuse(case: Case, place: Place) -> str:
             patterns.append("weight slots are in use")
     if place.update == "backward":
         patterns += ["gradient slots wait"]
+        if (
+            "set: freeze" in case.features
+        ):  # a weight that waits for no gradient may be read after its unit's update
+            patterns.append("were updated between a forward and its backward")
         used_again = USED_AGAIN | {"train: penalty of a weight"}
         if "reentrant" in case.features and case.features & used_again:  # each recomputation makes a gradient
             patterns += [

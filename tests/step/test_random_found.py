@@ -331,6 +331,42 @@ def test_an_empty_parameter(home, prepare):
     assert copy.deepcopy(model.empty).shape == (0, 3)
 
 
+class Late(nn.Module):
+    """Backward reads `gain` last of all, for the gradient of another unit."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.last = nn.Linear(width, width)
+        self.last.gain = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x):
+        early = torch.tanh(self.first(x)) * self.last.gain
+        return (self.last(x) + early).square().mean()
+
+
+@pytest.mark.parametrize("accelerator", ACCELERATORS)
+@pytest.mark.parametrize("home", ["nvme", "nvme-backward"])
+def test_a_weight_frozen_since_and_read_after_its_units_update(home, accelerator, prepare):
+    model, optimizer = prepare(seeded(Late), home, accelerator=accelerator)
+    reference, expected = plain(seeded(Late))
+    device = optimizer.engine.device
+    for each, of, place in ((model, optimizer, device), (reference, expected, "cpu")):
+        each(rows().to(place)).backward()
+        of.step()
+        of.zero_grad()
+        each.last.gain.requires_grad_(False)
+    loss = model(rows(1).to(device))
+    refused = home == "nvme-backward"
+    with pytest.raises(OffloadError, match="were updated between") if refused else contextlib.nullcontext():
+        loss.backward()
+    if not refused:
+        optimizer.step()
+        reference(rows(1)).backward()
+        expected.step()
+        assert_same(model, reference)
+
+
 class Counting(nn.Module):
     """A checkpoint that counts its runs, between the last activation and the last weight that are saved."""
 
