@@ -8,7 +8,8 @@ itself costs. Then it makes one step more, of which nobody will hear. Another pr
 and has to have the same loss in that step. Bytes are those that the kernel counts for the process while it saves.
 
 With ``--background`` one process saves checkpoints to another directory instead, in turns: while training waits, and
-in the background while it makes steps; between them it makes steps without.
+in the background while it makes steps; between them it makes steps without. With ``--commits`` it commits, in turns in
+the same two ways, a run whose state is at home in memory: a commit writes all of it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from . import harness
 RESULTS = harness.ROOT / "benchmarks/results/durability.md"
 MARK = "<!-- what follows is written by the benchmark -->\n"
 MARK_BACKGROUND = "<!-- what follows is written by the benchmark with --background -->\n"
+MARK_COMMITS = "<!-- what follows is written by the benchmark with --commits -->\n"
 STEPS_BETWEEN = 2
 """Without a saving, in each round of ``--background``."""
 
@@ -50,10 +52,11 @@ def written_bytes() -> int:
 
 
 class Training:
-    """A preset in training, with everything on NVMe."""
+    """A preset in training, with everything on NVMe, or with its state in memory."""
 
-    def __init__(self, options: argparse.Namespace, *, resume: bool) -> None:
+    def __init__(self, options: argparse.Namespace, *, resume: bool = False, state: str = "nvme") -> None:
         self._options = options
+        update = "backward" if state == "nvme" else "step"
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": True},
@@ -61,7 +64,7 @@ class Training:
             "zero_optimization": {
                 "stage": 3,
                 "offload_param": {"device": "nvme", "nvme_path": options.swap},
-                "offload_optimizer": {"device": "nvme", "nvme_path": options.swap, "update": "backward"},
+                "offload_optimizer": {"device": state, "nvme_path": options.swap, "update": update},
             },
             "durability": {"generations": 2},
             "memory": {"host_bytes": options.host_bytes},
@@ -96,7 +99,7 @@ class Training:
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
     """The process that commits after every step."""
-    training = Training(options, resume=False)
+    training = Training(options)
     steps, flushing, nothing_to_flush = [], [], []
     for _ in range(options.steps):
         steps.append(training.step()[1])
@@ -131,7 +134,7 @@ def go_on(options: argparse.Namespace) -> dict[str, Any]:
 
 def compare_savings(options: argparse.Namespace) -> dict[str, Any]:
     """The process that saves in both ways, round after round."""
-    training, folder = Training(options, resume=False), Path(options.swap).with_name("benchmark-saved")
+    training, folder = Training(options), Path(options.swap).with_name("benchmark-saved")
     engine = training.engine
     steps, foreground, calls, written, meanwhile = [], [], [], [], []
     training.step()
@@ -157,6 +160,30 @@ def compare_savings(options: argparse.Namespace) -> dict[str, Any]:
         "written": written,
         "meanwhile": meanwhile,
         "bytes": size,
+    }
+
+
+def compare_commits(options: argparse.Namespace) -> dict[str, Any]:
+    """The process that commits in both ways, round after round, with state at home in memory."""
+    training = Training(options, state="cpu")
+    engine = training.engine
+    steps, foreground, calls, meanwhile, sizes = [], [], [], [], []
+    training.step()
+    for _ in range(options.steps):
+        steps.append(training.step()[1])
+        before = written_bytes()
+        foreground.append(timed(engine.save_checkpoint))
+        sizes.append(written_bytes() - before)
+        steps.append(training.step()[1])
+        calls.append(timed(lambda: engine.save_checkpoint(background=True)))
+        meanwhile.append(training.step()[1])  # it ends the commit before its update
+    engine.discard()
+    return {
+        "steps": steps,
+        "foreground": foreground,
+        "calls": calls,
+        "meanwhile": meanwhile,
+        "bytes": max(sizes),
     }
 
 
@@ -226,6 +253,23 @@ def background_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def commit_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The numbers of ``--commits``, each with its name."""
+    names = ("steps", "foreground", "calls", "meanwhile")
+    step, foreground, call, meanwhile = (statistics.median(found[name]) for name in names)
+    return [
+        ("bytes of a commit", format_bytes(found["bytes"])),
+        ("a step, seconds", f"{step:.2f}"),
+        ("save_checkpoint(), seconds in which training waits", f"{foreground:.2f}"),
+        ("save_checkpoint(background=True), seconds in which training waits", f"{call:.3f}"),
+        ("the step after it, at whose update it ends, seconds", f"{meanwhile:.2f} ({meanwhile / step:.2f}x)"),
+        (
+            "what the run loses by it, of what it loses by waiting",
+            f"{(call + meanwhile - step) / foreground:.0%}",
+        ),
+    ]
+
+
 def write_results(mark: str, text: str) -> None:
     """Puts a section of the results file in the place of the one before."""
     before, _, after = (RESULTS.read_text() if RESULTS.exists() else "# Durability\n\n").partition(mark)
@@ -244,32 +288,37 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--host-bytes", default="2GiB")
     parser.add_argument("--results", action="store_true", help=f"write the table into {RESULTS.name}")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--background", action="store_true", help="compare ways to save to another directory")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--background", action="store_true", help="compare ways to save to another directory")
+    ways.add_argument("--commits", action="store_true", help="compare ways to commit state in memory")
     parser.add_argument("--phase", choices=[*PHASES], help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def compare(options: argparse.Namespace, folder: Path) -> int:
-    """The process of ``--background``, and its table."""
+    """The process of ``--background`` or ``--commits``, and its table."""
+    phase, mark, rows_of = "background", MARK_BACKGROUND, background_rows
+    if options.commits:
+        phase, mark, rows_of = "commits", MARK_COMMITS, commit_rows
     try:
-        found = run_phase(options, "background")
+        found = run_phase(options, phase)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(folder.with_name("benchmark-saved"), ignore_errors=True)
     described = harness.host(folder.parent)
     if options.json:
-        print(json.dumps({"host": described, "background": found}, indent=2))
+        print(json.dumps({"host": described, phase: found}, indent=2))
         return 0
-    text = harness.table([options.model, ""], background_rows(found))
+    text = harness.table([options.model, ""], rows_of(found))
     print(text)
     if options.results:
-        command = f"python -m benchmarks.durability --background --model {options.model} --seq {options.seq}"
+        command = f"python -m benchmarks.durability --{phase} --model {options.model} --seq {options.seq}"
         head = harness.header(f"{command} --steps {options.steps}", described, "Medians over the rounds.")
-        write_results(MARK_BACKGROUND, f"{head}\n{text}")
+        write_results(mark, f"{head}\n{text}")
     return 0
 
 
-PHASES = {"train": train, "go_on": go_on, "background": compare_savings}
+PHASES = {"train": train, "go_on": go_on, "background": compare_savings, "commits": compare_commits}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -280,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     folder = Path(options.swap) / "benchmark-durability"
     options.swap = str(folder)
-    if options.background:
+    if options.background or options.commits:
         return compare(options, folder)
     try:
         first, second = run_phase(options, "train"), run_phase(options, "go_on")

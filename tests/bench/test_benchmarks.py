@@ -172,3 +172,7 @@ def test_durability(tmp_path, capsys):
         "a step, seconds",
         "seconds until that is written",
     }
+    assert durability.main([*small, "--commits", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["commits"]
+    assert found["bytes"] > 80_000_000 and list(tmp_path.iterdir()) == []
+    assert dict(durability.commit_rows(found)).keys() >= {"a step, seconds", "bytes of a commit"}
