@@ -6,7 +6,7 @@ written is what the next step starts from. One unit, or one chunk, is in memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +18,7 @@ from .errors import OffloadError
 from .optim import kernels
 from .optim.moments import decoded, encode
 from .partition import GATHER_LOSS, StoredParam
-from .placement import STATE_BLOCK
+from .placement import in_plane
 from .plan import Chunk
 
 
@@ -116,7 +116,7 @@ class ChunkAccess:
         """Copies of the parameter's elements in state planes, flat: of moments their values, in fp32."""
         pieces: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         for chunk, begin, end in self._pieces(stored):
-            planes = _cut(self._planes(chunk), begin, end)
+            planes = cut(self._planes(chunk), begin, end)
             if any(name in self._moments for name in names):
                 planes |= decoded(planes, self._moments)
             for name in names:
@@ -133,8 +133,8 @@ class ChunkAccess:
         self._engine.pipeline.cancel_announced()
         done = 0
         for chunk, begin, end in self._pieces(stored):
-            own = _cut(self._planes(chunk), begin, end)
-            given = _cut(planes, done, done + end - begin)
+            own = cut(self._planes(chunk), begin, end)
+            given = cut(planes, done, done + end - begin)
             if self._moments and self._moments[0] in given:
                 encode(given, own, self._moments)
             for name in given.keys() - {*self._moments, "scale"}:
@@ -156,10 +156,9 @@ class ChunkAccess:
         return self._engine.state_planes(chunk, self._buffer)
 
 
-def _cut(planes: dict[str, torch.Tensor], begin: int, end: int) -> dict[str, torch.Tensor]:
+def cut(planes: Mapping[str, torch.Tensor], begin: int, end: int) -> dict[str, torch.Tensor]:
     """Elements [begin, end) of state planes; ``begin`` is where a block of 8-bit moments begins."""
-    scales = slice(begin // STATE_BLOCK * 2, -(-end // STATE_BLOCK) * 2)
-    return {name: plane[scales if name == "scale" else slice(begin, end)] for name, plane in planes.items()}
+    return {name: plane[slice(*in_plane(name, begin, end))] for name, plane in planes.items()}
 
 
 @contextmanager

@@ -65,6 +65,11 @@ class Formats(NamedTuple):
     state_format: StateFormat
 
 
+def in_plane(plane: str, begin: int, end: int) -> tuple[int, int]:
+    """Where elements [begin, end) have their state in a plane: of scales, those of the blocks that have them."""
+    return (begin // STATE_BLOCK * 2, -(-end // STATE_BLOCK) * 2) if plane == "scale" else (begin, end)
+
+
 def _state_planes(rule: Rule, precision: WeightFormat, state_format: StateFormat) -> tuple[PlaneSpec, ...]:
     itemsize = {"fp32": 4, "bf16": 2, "int8": 1}[state_format]
     planes = [PlaneSpec(name, itemsize) for name in MOMENTS[rule]]

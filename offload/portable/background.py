@@ -29,7 +29,7 @@ from ..errors import OffloadError, StoreError
 from ..links import Ticket, wait_for_end
 from ..models.safetensors_file import TensorSpec
 from ..pace import Pace
-from ..placement import STATE_BLOCK
+from ..placement import in_plane
 from ..slab import map_slab
 from ..store.committed import CommittedFiles, sum_of
 from ..store.crc import join
@@ -192,9 +192,8 @@ def state_spans(
     count = param.size // ITEMSIZES[param.dtype]
     begin, end = max(first, chunk[0]), min(first + count, chunk[1])
     if begin < end:
-        low, high, offset = begin - chunk[0], end - chunk[0], begin - first
-        if plane == "scale":  # two to each block
-            low, high, offset = low // STATE_BLOCK * 2, -(-high // STATE_BLOCK) * 2, offset // STATE_BLOCK * 2
+        low, high = in_plane(plane, begin - chunk[0], end - chunk[0])
+        offset, _ = in_plane(plane, begin - first, end - first)
         yield Span(at + low * itemsize, at + high * itemsize, param.name, plane, offset * itemsize)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..placement import STATE_BLOCK, STATE_PLANES, Formats
+from ..placement import STATE_BLOCK, STATE_PLANES, Formats, in_plane
 from ..store.committed import CommittedFiles
 from ..store.directory import SwapDirectory
 from ..store.layout import Item, PlaneKind
@@ -162,8 +162,7 @@ class CommitFiles:
                 min(element + end, chunk_end) - chunk_begin,
             )
             if low < high:
-                if plane == "scale":
-                    low, high = low // STATE_BLOCK * 2, -(-high // STATE_BLOCK) * 2
+                low, high = in_plane(plane, low, high)
                 at = sum(shapes.plane_bytes[number][:which])
                 data = self._item("states", number, self._items.states[number])
                 yield data[at + low * itemsize : at + high * itemsize]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..access import cut
 from ..bytesize import PAGE_BYTES, align_up
 from ..engine import OffloadEngine
 from ..errors import CheckpointError
@@ -24,7 +25,7 @@ from ..partition import StoredParam
 from ..plan import Chunk
 from ..store.committed import sum_of
 from .manifest import WEIGHT, SavedParam
-from .save import cut, members
+from .save import members
 from .saved import PIECE_BYTES, Reordered, Saved, read_master, read_moments, torch_dtype
 
 logger = logging.getLogger("offload")

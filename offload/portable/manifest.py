@@ -19,7 +19,7 @@ from typing import Any
 
 from ..bytesize import MiB, format_bytes
 from ..errors import CheckpointError
-from ..placement import STATE_BLOCK, STATE_PLANES, Formats
+from ..placement import STATE_PLANES, Formats, in_plane
 from ..store.manifest import ITEMSIZES, WEIGHT_DTYPES
 from ..untrusted import seal
 
@@ -46,7 +46,7 @@ def state_dtypes(formats: Formats) -> dict[str, str]:
 
 def plane_elements(plane: str, numel: int) -> int:
     """How many elements the plane of a parameter has."""
-    return -(-numel // STATE_BLOCK) * 2 if plane == "scale" else numel
+    return in_plane(plane, 0, numel)[1]
 
 
 @dataclass(frozen=True, slots=True)

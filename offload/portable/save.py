@@ -22,11 +22,12 @@ from typing import Any, Protocol
 
 import torch
 
+from ..access import cut
 from ..bytesize import MiB, format_bytes
 from ..engine import OffloadEngine
 from ..models.safetensors_file import TensorSpec
 from ..partition import StoredParam
-from ..placement import STATE_BLOCK, Formats
+from ..placement import Formats, in_plane
 from ..plan import Chunk
 from . import directory as places
 from .files import Writer, wait_for
@@ -212,7 +213,7 @@ def _write_chunk(
     for stored, begin, end in members(engine, chunk):
         first = chunk.begin + begin - stored.placed.begin
         for name, values in cut(planes, begin, end).items():
-            at = first // STATE_BLOCK * 2 if name == "scale" else first
+            at, _ = in_plane(name, first, first)
             yield from writer.put(stored.name, name, at * values.itemsize, values)
 
 
@@ -222,9 +223,3 @@ def members(engine: OffloadEngine, chunk: Chunk) -> Iterator[tuple[StoredParam, 
         begin, end = max(stored.placed.begin, chunk.begin), min(stored.placed.end, chunk.end)
         if begin < end:
             yield stored, begin - chunk.begin, end - chunk.begin
-
-
-def cut(planes: Mapping[str, torch.Tensor], begin: int, end: int) -> dict[str, torch.Tensor]:
-    """Elements [begin, end) of a chunk's planes; of scales, those of the blocks that they begin and end."""
-    scales = slice(begin // STATE_BLOCK * 2, -(-end // STATE_BLOCK) * 2)
-    return {name: plane[scales if name == "scale" else slice(begin, end)] for name, plane in planes.items()}
