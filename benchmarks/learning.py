@@ -3,7 +3,7 @@
     python -m benchmarks.learning --kept learning.json --results --picture benchmarks/results/learning.png
 
 Every training of a seed starts from the same weights and sees the same batches: only the optimizer differs. The last
-tenth of the text is not trained on; its loss is taken every hundred steps. A training that has ended is kept in
+tenth of the text is not trained on; its loss is taken every two hundred steps. A training that has ended is kept in
 the file `--kept`, so the benchmark goes on where it was broken off.
 """
 
@@ -204,12 +204,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--every", type=int, default=100, help="steps between two looks at the other text")
+    parser.add_argument("--every", type=int, default=200, help="steps between two looks at the other text")
     parser.add_argument("--width", type=int, default=320)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=9)
+    parser.add_argument("--seq", type=int, default=96)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--kept", help="file with the trainings that have ended")
     parser.add_argument("--results", action="store_true", help=f"write the table into {RESULTS.name}")
     parser.add_argument("--picture", help="file to draw the curves into (needs the extra `plots`)")
@@ -247,9 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(as_table(rows))
     if options.results:
         said = RESULTS.read_text().partition(MARK)[0] if RESULTS.exists() else "# Learning\n\n"
-        command = f"python -m benchmarks.learning --seeds {options.seeds} --steps {options.steps}"
+        command = (
+            f"python -m benchmarks.learning --seeds {options.seeds} --steps {options.steps} --lr {options.lr}"
+            f" --layers {options.layers} --width {options.width} --seq {options.seq} --batch {options.batch}"
+        )
         RESULTS.write_text(
-            f"{said}{MARK}{harness.header(command, harness.host())}\n{title}.\n\n{as_table(rows)}\n"
+            f"{said}{MARK}{harness.header(command, harness.host(), '')}\n{title}.\n\n{as_table(rows)}\n"
         )
     if options.picture:
         draw(kept, options.seeds, options.picture, title)
