@@ -35,7 +35,6 @@ MARK = "<!-- what follows is written by the benchmark -->\n"
 
 TORCH = "torch AdamW, fp32 masters"
 FORMATS = ("fp32", "bf16", "int8")
-CONTESTANTS = (TORCH, *FORMATS)
 
 WARMUP_SHARE = 0.1
 LR_END = 0.1
@@ -144,10 +143,10 @@ def shape_of(options: argparse.Namespace) -> DecoderConfig:
 # ---- report ----
 
 
-def rows_of(kept: dict[str, Curve], seeds: int) -> list[dict[str, Any]]:
+def rows_of(kept: dict[str, Curve], contestants: Sequence[str], seeds: int) -> list[dict[str, Any]]:
     """Of each contestant its last losses, and how far their mean is from torch's."""
     rows: list[dict[str, Any]] = []
-    for contestant in CONTESTANTS:
+    for contestant in contestants:
         losses = [kept[f"{contestant}/{seed}"][-1][1] for seed in range(seeds)]
         reference = rows[0]["loss"] if rows else statistics.mean(losses)
         mean = statistics.mean(losses)
@@ -165,7 +164,7 @@ def as_table(rows: Sequence[dict[str, Any]]) -> str:
     return harness.table(columns, lines)
 
 
-def draw(kept: dict[str, Curve], seeds: int, path: str, title: str) -> None:
+def draw(kept: dict[str, Curve], contestants: Sequence[str], seeds: int, path: str, title: str) -> None:
     """The curves, and their distance from torch's. Needs the extra `plots`."""
     import matplotlib
 
@@ -173,7 +172,7 @@ def draw(kept: dict[str, Curve], seeds: int, path: str, title: str) -> None:
     from matplotlib import pyplot
 
     figure, (curves, apart) = pyplot.subplots(1, 2, figsize=(13, 4.4), constrained_layout=True)
-    for index, contestant in enumerate(CONTESTANTS):
+    for index, contestant in enumerate(contestants):
         every = [kept[f"{contestant}/{seed}"] for seed in range(seeds)]
         steps = [step for step, _ in every[0]]
         mean = [
@@ -202,6 +201,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data", default=sysconfig.get_paths()["stdlib"], help="a folder with Python sources"
     )
+    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=FORMATS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--every", type=int, default=200, help="steps between two looks at the other text")
@@ -223,18 +223,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept: dict[str, Curve] = {}
     if options.kept and Path(options.kept).exists():
         kept = json.loads(Path(options.kept).read_text())
-    text = Text(options.data, options.seq)
+    text, contestants = Text(options.data, options.seq), (TORCH, *options.formats)
 
     def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     for seed in range(options.seeds):
-        for contestant in CONTESTANTS:
+        for contestant in contestants:
             if f"{contestant}/{seed}" not in kept:
                 kept[f"{contestant}/{seed}"] = train(contestant, seed, text, options, tell)
                 if options.kept:
                     Path(options.kept).write_text(json.dumps(kept))
-    rows = rows_of(kept, options.seeds)
+    rows = rows_of(kept, contestants, options.seeds)
     millions = num_parameters(shape_of(options)) / 1e6
     tokens = options.steps * options.batch * options.seq / 1e6
     title = (
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{said}{MARK}{harness.header(command, harness.host(), '')}\n{title}.\n\n{as_table(rows)}\n"
         )
     if options.picture:
-        draw(kept, options.seeds, options.picture, title)
+        draw(kept, contestants, options.seeds, options.picture, title)
     return 0
 
 

@@ -140,7 +140,7 @@ def test_learning(tmp_path, monkeypatch, capsys):
     small += ["--seq=32", "--batch=2", f"--kept={kept}"]
     assert learning.main([*small, "--results"]) == 0
     curves = json.loads(kept.read_text())
-    assert [*curves] == [f"{name}/0" for name in learning.CONTESTANTS]
+    assert [*curves] == [f"{name}/0" for name in (learning.TORCH, *learning.FORMATS)]
     assert all([step for step, _ in curve] == [2, 3] for curve in curves.values())
     last = [curve[-1][1] for curve in curves.values()]
     assert last == pytest.approx([last[0]] * 4, rel=1e-3) and last[0] < curves["fp32/0"][0][1]
@@ -149,6 +149,8 @@ def test_learning(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert learning.main([*small, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["difference"] == 0
+    assert learning.main([*small, "--formats", "int8", "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)["rows"]] == [learning.TORCH, "int8"]
 
 
 def test_learning_rate_goes_up_and_down():
