@@ -41,6 +41,8 @@ LR_END = 0.1
 """Part of the learning rate that the cosine ends at."""
 VALIDATION_SEQUENCES = 128
 
+REMARK = "Losses at the end, on text that was not trained on."
+
 Curve = list[tuple[int, float]]
 """Steps made, and the loss on text that was not trained on."""
 
@@ -252,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f" --layers {options.layers} --width {options.width} --seq {options.seq} --batch {options.batch}"
         )
         RESULTS.write_text(
-            f"{said}{MARK}{harness.header(command, harness.host(), '')}\n{title}.\n\n{as_table(rows)}\n"
+            f"{said}{MARK}{harness.header(command, harness.host(), REMARK)}\n{title}.\n\n{as_table(rows)}\n"
         )
     if options.picture:
         draw(kept, contestants, options.seeds, options.picture, title)
