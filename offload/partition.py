@@ -293,11 +293,11 @@ class Partition:
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             typed = {dtype: plane.view(dtype) for dtype in self._dtypes[unit]}
             for stored in self.units[unit]:
-                # One without elements has no bytes there, nor an address that tells where it points.
-                data = stored.view(typed[stored.dtype]) if stored.absent.numel() else stored.absent
-                if stored.point(data):
+                # One without elements has no address that tells where it points: it never leaves its marker.
+                shares = stored.may_share
+                if stored.point(stored.view(typed[stored.dtype]) if shares else stored.absent):
                     self._lost.append(stored.name)
-                sharing += stored.may_share
+                sharing += shares
         return sharing
 
     def refuse_misuse(self) -> None:

@@ -124,9 +124,8 @@ struct VecAvx512Pairs {
   }
   // Every second number of `low` and `high`, one after the other.
   static VecAvx512Pairs apart(__m512 low, __m512 high) {
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-    return {_mm512_permutex2var_ps(low, even, high), _mm512_permutex2var_ps(low, odd, high)};
+    const Bits numbers = Bits::count_from(0);
+    return {_mm512_permutex2var_ps(low, numbers.even, high), _mm512_permutex2var_ps(low, numbers.odd, high)};
   }
   // Picks from the even and the odd numbers in turns, from number `first` on.
   static __m512i zip(int first) {

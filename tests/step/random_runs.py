@@ -238,9 +238,7 @@ def may_refuse(case: Case, place: Place) -> str:
             patterns.append("weight slots are in use")
     if place.update == "backward":
         patterns += ["gradient slots wait"]
-        if (
-            "set: freeze" in case.features
-        ):  # a weight that waits for no gradient may be read after its unit's update
+        if "set: freeze" in case.features:  # a frozen weight may be read after the update of its unit
             patterns.append("were updated between a forward and its backward")
         used_again = USED_AGAIN | {"train: penalty of a weight"}
         if "reentrant" in case.features and case.features & used_again:  # each recomputation makes a gradient
